@@ -1,0 +1,23 @@
+"""hdet: the replicas you already pay for find and track your learning rate inside the run itself.
+
+Words: a *replica* trains with its own learning rate; a *cycle* is the `sync_every` steps between
+two converges; the *spread* gives each replica its *multiplier*; the *scale* is the centre of the
+spread in units of the *base* schedule; *factor* = scale x multiplier; the *consensus* is the mean
+of the replicas' weights.
+"""
+
+from hdet.controller import PaperController
+from hdet.guard import ReplicasLost
+from hdet.one_cycle import OneCycleHDET
+from hdet.parameters import perturb_
+from hdet.replicas import ProcessReplicas
+from hdet.scheduler import HDET
+
+__all__ = [
+    "HDET",
+    "OneCycleHDET",
+    "PaperController",
+    "perturb_",
+    "ProcessReplicas",
+    "ReplicasLost",
+]

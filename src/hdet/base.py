@@ -1,0 +1,78 @@
+"""The wrapped schedule: advanced with the fan-out undone, read through its own report."""
+
+import copy
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from hdet import knobs
+
+
+class Base:
+    """A torch schedule, and the learning rates and momenta it has last computed."""
+
+    def __init__(self, schedule: LRScheduler) -> None:
+        if not isinstance(schedule, LRScheduler):
+            raise TypeError(f"`base` must be a torch LRScheduler, got {schedule!r}.")
+        self.schedule = schedule
+        self.optimizer = schedule.optimizer
+        self.names = knobs.group_names(self.optimizer)
+        knobs.use_plain_floats(schedule)
+        self.floors: list[float] | None = None
+        """Where OneCycleLR ends; none for other schedules."""
+        if isinstance(schedule, OneCycleLR):
+            self.floors = [float(group["min_lr"]) for group in self.optimizer.param_groups]
+        self._read()
+
+    @property
+    def wants_metric(self) -> bool:
+        """ReduceLROnPlateau is stepped once a cycle, with the mean loss of the cycle.
+
+        That number is equal on all replicas; their own losses would take them apart.
+        """
+        return isinstance(self.schedule, ReduceLROnPlateau)
+
+    @property
+    def total_steps(self) -> int | None:
+        total = getattr(self.schedule, "total_steps", None)
+        return total if isinstance(total, int) else None
+
+    @property
+    def step(self) -> int:
+        """The step of the run this schedule is at."""
+        return 0 if self.wants_metric else max(self.schedule.last_epoch, 0)
+
+    def advance(self, metric: float | None = None) -> None:
+        with knobs.fan_out_undone(self.optimizer, self.lrs):
+            if metric is None:
+                self.schedule.step()
+            else:
+                self.schedule.step(metric)  # type: ignore[arg-type]
+        self._read()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": copy.deepcopy(self.schedule.state_dict()), "momenta": self.momenta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        plain = state["schedule"]
+        if isinstance(self.schedule, OneCycleLR):
+            # Only the clock is taken over: the length of the run is what it is set to now. One
+            # step from the step before has the closed form compute everything else.
+            last = min(int(plain["last_epoch"]), self.schedule.total_steps)
+            self.schedule.last_epoch = last - 1
+            # Its count of 1 would make torch look for an optimizer step that was made long ago.
+            self.schedule._step_count = last + 1 if last else 0
+            self.advance()
+            return
+        self.schedule.load_state_dict(plain)
+        knobs.use_plain_floats(self.schedule)
+        self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
+        self.momenta = state["momenta"]
+
+    def _read(self) -> None:
+        self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
+        if self.floors is not None:
+            # One step past its last phase a linear OneCycleLR is extrapolated below zero.
+            pairs = zip(self.lrs, self.floors, strict=True)
+            self.lrs = [lr if lr > 0 else floor for lr, floor in pairs]
+        self.momenta = knobs.read_momenta(self.schedule)

@@ -1,0 +1,153 @@
+"""What the losses say about a knob: the paper's update of the scale (eqs. 4 to 8).
+
+Plain Python floats, no torch. State in, evidence in, new state out: every process computes the
+same move, bit for bit, and a move carries the reason a person reads in the record.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple, Protocol
+
+from hdet.validation import check_finite, check_integer, check_range
+
+# One sync may halve or double the scale, no more. The paper's update has no such bound: where the
+# decay is faster than the velocity forgets (1 - gamma < beta), an old velocity carries the
+# shrunken learning rate through zero.
+LARGEST_MOVE = 2.0
+LARGEST_SCALE = 1e9
+
+
+class ScaleState(NamedTuple):
+    """What a controller knows of one knob."""
+
+    scale: float = 1.0
+    """Centre of the spread, in units of the base schedule."""
+    velocity: float = 0.0
+    """Running mean of the hypergradient (paper, eq. 7), in the units of the scale."""
+    decay: float = 0.0
+    """Share of the scale that is lost at every sync (paper, gamma of eq. 8)."""
+    floor: float = 1e-9
+    """The least the scale may become."""
+
+
+class Evidence(NamedTuple):
+    """What one cycle showed: for each replica that is fit, its loss and the factor it ran with."""
+
+    losses: Sequence[float]
+    factors: Sequence[float]
+
+
+class Move(NamedTuple):
+    """A controller's answer to the evidence of one cycle."""
+
+    state: ScaleState
+    hypergradient: float
+    decision: str
+    reason: str
+
+
+class Controller(Protocol):
+    """Moves a scale by the evidence of a cycle. Pure: the same answer on every process."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the first sync that may move the scale."""
+
+    def weigh(self, losses: Sequence[float]) -> list[float]:
+        """How much each replica's experience counts."""
+
+    def update(self, state: ScaleState, evidence: Evidence) -> Move:
+        """The new state of one knob, and why."""
+
+
+def softmax_weights(losses: Sequence[float], temperature: float) -> list[float]:
+    """w = softmax((mean(L) - L) / temperature), computed so that it cannot overflow (eq. 4).
+
+    >>> softmax_weights([1.0, 1.0], temperature=0.1)
+    [0.5, 0.5]
+    """
+    # A softmax ignores a common shift: measured from the best loss, every exponent is <= 0.
+    best = min(losses)
+    raw = [math.exp((best - loss) / temperature) for loss in losses]
+    total = math.fsum(raw)
+    return [value / total for value in raw]
+
+
+def hypergradient(weights: Sequence[float], factors: Sequence[float]) -> float:
+    """Delta = sum_r w_r f_r - mean(f): where the losses pull the centre (eqs. 5 and 6).
+
+    >>> hypergradient([0.25, 0.75], [0.5, 1.5])
+    0.25
+    """
+    centre = fmean(factors)
+    return math.fsum(w * (f - centre) for w, f in zip(weights, factors, strict=True))
+
+
+def decay_rate(start: float, floor: float, num_cycles: int) -> float:
+    """The gamma with which `start` reaches `floor` after `num_cycles` syncs without signal (eq. 8).
+
+    The paper prints 1 - exp(-log(div_factor / final_div_factor) / K), which is negative for
+    PyTorch's defaults: there the "decay" multiplies the learning rate by 400 over the run.
+
+    >>> round(1.0 * (1 - decay_rate(1.0, 0.25, 2)) ** 2, 12)
+    0.25
+    """
+    if num_cycles < 1 or start <= 0:
+        return 0.0
+    return 1 - (floor / start) ** (1 / num_cycles)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperController:
+    """Auto-LR exactly as the paper defines it, with the sign of eq. 8 put right."""
+
+    warmup_steps: int = 0
+    """Steps before the first sync that may move the scale (paper: S_warm)."""
+    momentum: float = 0.9
+    """Share of the old velocity that stays (paper: beta)."""
+    temperature: float = 0.1
+    """Loss difference that changes a weight by a factor e (paper: sigma)."""
+    step_size: float = 0.5
+    """How far the velocity moves the scale (paper: lambda)."""
+
+    def __post_init__(self) -> None:
+        check_integer("warmup_steps", self.warmup_steps, at_least=0)
+        check_range("momentum", self.momentum, "[0, 1)", 0 <= self.momentum < 1)
+        check_finite("temperature", self.temperature, above=0)
+        check_finite("step_size", self.step_size, above=0)
+
+    def weigh(self, losses: Sequence[float]) -> list[float]:
+        """The weight of each replica that is fit (paper, eq. 4)."""
+        return softmax_weights(losses, self.temperature)
+
+    def update(self, state: ScaleState, evidence: Evidence) -> Move:
+        """v <- beta v + (1 - beta) Delta; scale <- (1 - gamma) scale + lambda v (paper, eq. 7)."""
+        pull = hypergradient(self.weigh(evidence.losses), evidence.factors)
+        velocity = self.momentum * state.velocity + (1 - self.momentum) * pull
+        decayed = state.scale * (1 - state.decay)
+        wanted = decayed + self.step_size * velocity
+        scale = min(max(wanted, decayed / LARGEST_MOVE), decayed * LARGEST_MOVE)
+        scale = min(max(scale, state.floor), LARGEST_SCALE)
+        return Move(
+            state=state._replace(scale=scale, velocity=velocity),
+            hypergradient=pull,
+            decision=_direction(scale, decayed),
+            reason=_reason(evidence, pull, velocity, bounded=scale != wanted),
+        )
+
+
+def _direction(scale: float, decayed: float) -> str:
+    if scale > decayed:
+        return "up"
+    return "down" if scale < decayed else "stay"
+
+
+def _reason(evidence: Evidence, pull: float, velocity: float, *, bounded: bool) -> str:
+    best = min(range(len(evidence.losses)), key=evidence.losses.__getitem__)
+    text = (
+        f"lowest loss {evidence.losses[best]:.6g} at factor {evidence.factors[best]:.4g}: "
+        f"pull {pull:+.3g}, velocity {velocity:+.3g}"
+    )
+    return text + ", bounded" if bounded else text

@@ -1,0 +1,135 @@
+"""The record of a run: one JSON line for its settings, then one for every cycle.
+
+`SCHEMA` changes when a field changes its meaning. A line is complete in itself and is written at
+once, so that an unfinished run leaves a record that can be read.
+"""
+
+import json
+import math
+import platform
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdet.guard import Triage
+from hdet.steering import Steered
+
+SCHEMA = 1
+FILE_NAME = "record.jsonl"
+
+
+def converge_line(step: int, verdict: Triage, num_bytes: int) -> dict[str, Any]:
+    """What a converge did."""
+    return {
+        "event": "converge",
+        "step": step,
+        "excluded": [{"replica": r, "reason": why} for r, why in verdict.excluded.items()],
+        "converge": {"bytes": num_bytes},
+    }
+
+
+def cycle_line(
+    cycle: int,
+    names: Sequence[str],
+    losses: Sequence[float | None],
+    steered: Steered,
+    ran_with: Sequence[float],
+    factors: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """What a cycle showed and what came of it. `lrs` are those of its last step."""
+    return {
+        "event": "cycle",
+        "cycle": cycle,
+        "losses": losses,
+        "weights": steered.weights,
+        "knobs": [
+            {
+                "name": name,
+                "lrs": [base * factor for factor in used],
+                **move.state._asdict(),
+                "hypergradient": move.hypergradient,
+                "decision": move.decision,
+                "reason": move.reason,
+            }
+            for name, move, base, used in zip(names, steered.moves, ran_with, factors, strict=True)
+        ],
+    }
+
+
+class Stopwatch:
+    """Time on the device of the tensors at hand, without making the host wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Once to start (the constructor does it), once to stop."""
+        if self._on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> float | None:
+        """The time between the two marks; none while the device is still busy with it."""
+        start, stop = self._marks
+        if not self._on_cuda:
+            return float(stop - start)
+        return float(start.elapsed_time(stop)) / 1000 if stop.query() else None
+
+
+class Recorder:
+    """Appends lines to RUN/record.jsonl. A disk that fails ends the record, not the run."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.path = Path(run) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.open("a").close()  # a path that cannot be written is an error now, not later
+        self._waiting: deque[tuple[dict[str, Any], Stopwatch | None]] = deque()
+
+    def start(self, settings: dict[str, Any]) -> None:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        self.write({"event": "run", "settings": settings, "versions": versions})
+
+    def write(self, line: dict[str, Any], converge: Stopwatch | None = None) -> None:
+        """Queue a line; it is written as soon as the time of its converge is known."""
+        self._waiting.append((line, converge))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that are ready, in order. Cheap, and the host waits for nothing."""
+        while self._waiting:
+            line, converge = self._waiting[0]
+            if converge is not None:
+                seconds = converge.seconds()
+                if seconds is None:
+                    return
+                line = {**line, "converge": {**line["converge"], "seconds": seconds}}
+            self._waiting.popleft()
+            self._append(json.dumps(_plain({"schema": SCHEMA, **line}), allow_nan=False))
+
+    def _append(self, text: str) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            warnings.warn(f"the record {self.path} ends here: {error}", stacklevel=2)
+
+
+def _plain(value: Any) -> Any:
+    """What strict JSON can say; a number that is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

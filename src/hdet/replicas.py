@@ -1,0 +1,214 @@
+"""The Replicas protocol, and replicas as processes: the only file that knows torch.distributed."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet.buckets import SLOTS, Bucket, Buckets
+from hdet.validation import check_integer
+
+
+class Replicas(Protocol):
+    """An ensemble of replicas, of which some live in this process."""
+
+    @property
+    def size(self) -> int:
+        """Replicas in the ensemble."""
+
+    @property
+    def local(self) -> range:
+        """Those that live in this process."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """One row for each local replica -> one row for each replica, in their order."""
+
+    def gather_objects(self, description: Any) -> list[Any]:
+        """One picklable description from each process, in their order; for set-up only."""
+
+    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+        """For each local replica whether all its elements are finite, on the device."""
+
+    def average_(self, tensors: Sequence[Tensor], fit: Sequence[int]) -> int:
+        """All replicas take the mean over those that are fit; the bytes that were reduced."""
+
+    def maximum_(self, tensors: Sequence[Tensor]) -> int:
+        """All replicas take the maximum over all of them; the bytes that were reduced."""
+
+    def copy_(self, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> int:
+        """The targets take the source's values; the bytes that were sent."""
+
+    def share_gradients(self, model: nn.Module, shared: bool) -> None:
+        """Switch the averaging of gradients over the replicas on or off."""
+
+
+class OneReplica:
+    """A run without other processes: nothing to average with, and nobody to ask."""
+
+    size = 1
+    local = range(1)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def gather_objects(self, description: Any) -> list[Any]:
+        return [description]
+
+    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.ones(1, dtype=torch.bool)
+
+    def average_(self, tensors: Sequence[Tensor], fit: Sequence[int]) -> int:
+        return 0
+
+    def maximum_(self, tensors: Sequence[Tensor]) -> int:
+        return 0
+
+    def copy_(self, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> int:
+        return 0
+
+    def share_gradients(self, model: nn.Module, shared: bool) -> None:
+        pass
+
+
+class ProcessReplicas:
+    """One replica in each process of a group (the default group, a given one, or a 1-D mesh).
+
+    `bucket_bytes` is all the memory a converge may use beside the model.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        check_integer("bucket_bytes", bucket_bytes, at_least=1024)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "`ProcessReplicas` needs a process group: call "
+                "torch.distributed.init_process_group first, or start the script with torchrun."
+            )
+        if isinstance(process_group, DeviceMesh):
+            if process_group.ndim != 1:
+                raise ValueError(
+                    "`process_group` must be a mesh of one dimension, such as "
+                    f"mesh['replicate'], got {process_group!r}."
+                )
+            process_group = process_group.get_group()
+        if dist.get_rank(process_group) < 0:
+            raise ValueError("`process_group` must contain this process, got a group without it.")
+        # A group of our own: the converge never races the collectives of the user's.
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(process_group), use_local_synchronization=True
+        )
+        here = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+        self.local = range(here, here + 1)
+        self._devices = _device_types(self._group)
+        self._buckets = Buckets(bucket_bytes)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        if rows.device.type not in self._devices:
+            rows = rows.to(self._device())
+        everyone = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(everyone, rows, group=self._group)
+        return torch.cat(everyone)
+
+    def gather_objects(self, description: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, description, group=self._group)
+        return everyone
+
+    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+        # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
+        # is. Weights so large that their sum overflows count as not finite: they are lost anyway.
+        sums = [bucket.load().sum() for bucket in self._cut(tensors)]
+        if not sums:
+            return torch.ones(1, dtype=torch.bool)
+        totals = [total.to(device=sums[0].device, dtype=torch.float64) for total in sums]
+        return torch.stack(totals).isfinite().all()[None]
+
+    def average_(self, tensors: Sequence[Tensor], fit: Sequence[int]) -> int:
+        included = self.local[0] in fit
+
+        def fill(bucket: Bucket) -> None:
+            bucket.load()
+            if not included:
+                bucket.wire.zero_()  # not times zero: nan * 0 is nan
+
+        def empty(bucket: Bucket) -> None:
+            bucket.wire.div_(len(fit))
+            bucket.store()
+
+        return self._reduce(tensors, dist.ReduceOp.SUM, fill, empty)
+
+    def maximum_(self, tensors: Sequence[Tensor]) -> int:
+        return self._reduce(tensors, dist.ReduceOp.MAX, Bucket.load, Bucket.store)
+
+    def copy_(self, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> int:
+        here = self.local[0]
+        sent = 0
+        for bucket in self._cut(tensors):
+            wire = bucket.load()
+            if here != source and here not in targets:
+                wire = torch.empty_like(wire)  # everyone takes part, only the targets write
+            dist.broadcast(wire, group_src=source, group=self._group)
+            if here in targets:
+                bucket.store()
+            sent += wire.nbytes
+        return sent
+
+    def share_gradients(self, model: nn.Module, shared: bool) -> None:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
+                module.require_backward_grad_sync = shared
+
+    def _reduce(self, tensors: Sequence[Tensor], op: Any, fill: Any, empty: Any) -> int:
+        """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
+        on_the_wire: deque[tuple[Any, Bucket]] = deque()
+
+        def land() -> None:
+            work, bucket = on_the_wire.popleft()
+            work.wait()
+            empty(bucket)
+
+        sent = 0
+        for bucket in self._cut(tensors):
+            if len(on_the_wire) == SLOTS:
+                land()
+            fill(bucket)
+            work = dist.all_reduce(bucket.wire, op=op, group=self._group, async_op=True)
+            on_the_wire.append((work, bucket))
+            sent += bucket.wire.nbytes
+        while on_the_wire:
+            land()
+        return sent
+
+    def _cut(self, tensors: Sequence[Tensor]) -> list[Bucket]:
+        foreign = [tensor for tensor in tensors if tensor.device.type not in self._devices]
+        if not foreign:
+            return self._buckets.of(tensors)
+        # Adam keeps its step counts on the CPU, where NCCL cannot read them.
+        native = [tensor for tensor in tensors if tensor.device.type in self._devices]
+        return self._buckets.of(native) + self._buckets.of(foreign, self._device())
+
+    def _device(self) -> torch.device:
+        return torch.device(self._devices[0])
+
+
+def default_replicas() -> Replicas:
+    """The processes of the default group; without one, a single replica."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ProcessReplicas()
+    return OneReplica()
+
+
+def _device_types(group: dist.ProcessGroup) -> list[str]:
+    """Device types whose tensors the group can send, such as ["cuda"] for NCCL."""
+    return [entry.split(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]

@@ -1,0 +1,440 @@
+"""When: the clock of a run. Wires losses, roll call, guard, steering and knobs together.
+
+One cycle: losses -> loss_signal -> roll_call -> guard -> controller -> scale x spread -> knobs,
+and parameters.converge_ -> replicas. It computes nothing itself, and nothing flows back:
+group["lr"] is written, never read.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Adagrad, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hdet import knobs
+from hdet.base import Base
+from hdet.controller import Controller, PaperController
+from hdet.door import Settings, agree, describe
+from hdet.guard import Triage, triage
+from hdet.loss_signal import LossSignal
+from hdet.parameters import Parameters
+from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
+from hdet.replicas import Replicas, default_replicas
+from hdet.roll_call import RollCall, roll_call
+from hdet.steering import Steering
+
+STATE_VERSION = 1
+
+
+class HDET(LRScheduler):
+    """Lets every replica train with its own learning rate around a base schedule.
+
+    Wraps any torch schedule in scale form: the learning rate of replica r is
+
+        base(step) x scale x multiplier_r
+
+    with multipliers evenly spread over [1 - spread, 1 + spread]. Every `sync_every` steps the
+    weights are averaged, and the controller moves the scale toward what worked. With one replica
+    it is exactly the base schedule.
+    """
+
+    def __init__(
+        self,
+        base: LRScheduler,
+        *,
+        model: nn.Module | None = None,
+        spread: float = 1 / 9,
+        sync_every: int = 1000,
+        controller: Controller | None = PaperController(),  # noqa: B008 (it is frozen)
+        gradients: Literal["shared", "local"] = "shared",
+        optimizer_state: Literal["keep", "average", "reset"] = "keep",
+        replicas: Replicas | None = None,
+        total_steps: int | None = None,
+        on_overrun: Literal["hold", "extend", "raise"] = "hold",
+        record: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        def prepare() -> tuple[Base, Settings]:
+            wrapped = Base(base)
+            settings = Settings(
+                spread=spread,
+                sync_every=sync_every,
+                controller=controller,
+                gradients=gradients,
+                optimizer_state=optimizer_state,
+                total_steps=wrapped.total_steps if total_steps is None else total_steps,
+                on_overrun=on_overrun,
+                seed=seed,
+            )
+            return wrapped, settings
+
+        self._open(prepare, model, replicas, record)
+
+    # The loop ------------------------------------------------------------------------------
+
+    def observe(self, loss: Any, *, weight: float = 1.0) -> None:
+        """Note a training loss of this replica; with accumulation, one for each micro-batch.
+
+        The mean over the cycle is weighted by `weight`, for example the number of tokens. The
+        value stays on its device.
+        """
+        self._signal.add(loss, weight)
+
+    def step(self, loss: Any = None) -> None:  # type: ignore[override]
+        """Once for every attempted optimizer step, also for one that GradScaler skipped."""
+        self._refuse_while_visiting("step()")
+        if loss is not None:
+            self.observe(loss)
+        if self._recorder is not None:
+            self._recorder.flush()
+        ran_with = self._steering.base_lrs(self._base.lrs)
+        if self._is_over():
+            self._overrun()
+        elif not self._base.wants_metric:
+            self._base.advance()
+        self.last_epoch += 1
+        self._diverged |= self._can_diverge()
+        if self.last_epoch % self._settings.sync_every == 0 or self.last_epoch == self._settings.total_steps:
+            self._end_cycle(ran_with)
+        self._write()
+
+    def converge(self) -> None:
+        """Average now, weights and optimizer state alike: what is saved after it is one model.
+
+        The losses seen so far in this cycle are dropped, so that the run goes on exactly as one
+        that is resumed from here. All replicas must call it.
+        """
+        self._refuse_while_visiting("converge()")
+        if self._replicas.size == 1:
+            return
+        stopwatch = Stopwatch(self._device())
+        call = self._roll_call(compare="all", with_state=True)
+        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        num_bytes = self._parameters.converge_(verdict.fit, agreed=call.agreed)
+        if call.states_match and not call.states_agree:
+            num_bytes += self._parameters.converge_state_(verdict.fit)
+        elif not call.states_match:
+            num_bytes += self._reseed(verdict)
+        stopwatch.mark()
+        self._begin_anew(cut_short=True)
+        self._write_record(converge_line(self.last_epoch, verdict, num_bytes), stopwatch)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model is the mean of the replicas: to evaluate it, or to keep a copy.
+
+        After it every replica has its own weights again, and the run goes on as if nothing had
+        happened. Right after a converge there is nothing to do. To save a checkpoint from which a
+        run resumes bit for bit, call `converge()` instead. All replicas must enter it.
+        """
+        self._refuse_while_visiting("consensus()")
+        if not self._diverged:
+            yield
+            return
+        call = self._roll_call(compare="nothing", with_state=False)
+        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        with self._parameters.visit(verdict.fit):
+            self._visiting = True
+            try:
+                yield
+            finally:
+                self._visiting = False
+
+    # What it is set to ---------------------------------------------------------------------
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates of this replica, one for each group."""
+        return list(self._lrs)
+
+    def get_lr(self) -> list[Any]:
+        return self.get_last_lr()
+
+    def get_base_lr(self) -> list[float]:
+        """The learning rates in the centre of the spread: those of the consensus."""
+        centres = zip(
+            self._steering.base_lrs(self._base.lrs), self._steering.knobs, strict=True
+        )
+        return [lr * knob.state.scale for lr, knob in centres]
+
+    # State ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, equal on all replicas, without a replica's index or their number."""
+        if self._diverged and not self._visiting:
+            warnings.warn(
+                "saved in the middle of a cycle: the weights beside this state are those of one "
+                "replica. Call `converge()` on all replicas before saving.",
+                stacklevel=2,
+            )
+        return {
+            "hdet": STATE_VERSION,
+            "step": self.last_epoch,
+            **self._length(),
+            "base": self._base.state_dict(),
+            **self._steering.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state of hdet, or of the plain base schedule."""
+        state = copy.deepcopy(state_dict)
+        if "hdet" not in state:
+            state = self._adopt(state)
+        self._check_state(state)
+        self._base.load_state_dict(state["base"])
+        self._steering.load_state_dict(state)
+        self.last_epoch = state["step"]
+        if any(state[key] != value for key, value in self._length().items()):
+            self._steering.closed = False
+            self._steering.set_decays(self.last_epoch)
+        if self._is_over():
+            self._steering.end(close=self._settings.on_overrun == "hold")
+        self._begin_anew(cut_short=True)
+        self._steering.fan_out()
+        self._write()
+        self._write_record({"event": "resume", "step": self.last_epoch})
+
+    def _adopt(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """The state of a plain schedule, as that of an hdet run at its step."""
+        if "last_epoch" not in plain:
+            raise ValueError(
+                "`state_dict` must come from hdet or from a torch LRScheduler, "
+                f"got the keys {sorted(plain)}."
+            )
+        return {
+            "hdet": STATE_VERSION,
+            "step": 0 if self._base.wants_metric else max(plain["last_epoch"], 0),
+            **self._length(),
+            "base": {"schedule": plain, "momenta": self._base.momenta},
+            **self._new_steering().state_dict(),
+        }
+
+    def _length(self) -> dict[str, Any]:
+        """What the run's decays were computed for; what it is set to now counts."""
+        return {
+            "total_steps": self._settings.total_steps,
+            "sync_every": self._settings.sync_every,
+        }
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if state["hdet"] != STATE_VERSION:
+            raise ValueError(
+                f"`state_dict` must have version {STATE_VERSION}, got {state['hdet']!r}."
+            )
+        names = [knob["name"] for knob in state["knobs"]]
+        if names != self._base.names:
+            raise ValueError(
+                f"`state_dict` must hold the parameter groups {self._base.names}, got {names}."
+            )
+        total = self._settings.total_steps
+        if self._settings.on_overrun == "raise" and total is not None and state["step"] > total:
+            raise ValueError(
+                f"`total_steps` must be at least the step of the state ({state['step']}), "
+                f"got {total}."
+            )
+
+    # Set-up --------------------------------------------------------------------------------
+
+    def _open(
+        self,
+        prepare: Callable[[], tuple[Base, Settings]],
+        model: nn.Module | None,
+        replicas: Replicas | None,
+        record: str | Path | None,
+    ) -> None:
+        """Check everything on all replicas at once, then take the first values."""
+        self._replicas = replicas or default_replicas()
+        try:
+            self._base, self._settings = prepare()
+            self.optimizer: Optimizer = self._base.optimizer
+            self._check_together(model)
+            self._parameters = Parameters(self.optimizer, model, self._replicas)
+            self._recorder = Recorder(record) if record and 0 in self._replicas.local else None
+            mine = describe(self._settings, self._schedule(), self._parameters)
+        except Exception as problem:
+            agree(self._replicas, problem)
+            raise
+        self._diverged = agree(self._replicas, mine)
+        if model is not None:
+            self._replicas.share_gradients(model, self._settings.gradients == "shared")
+        self.base_lrs = list(self._base.lrs)
+        self._signal = LossSignal(len(self._replicas.local))
+        self._visiting = self._cut_short = False
+        self._warned: set[str] = set()
+        self._steering = self._new_steering()
+        self.last_epoch = self._base.step
+        self._steering.start_if_due(self.last_epoch, self._base.lrs)
+        self._steering.fan_out()
+        self._write()
+        # Whichever is loaded last, optimizer or scheduler: the learning rates are ours.
+        self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
+        if self._recorder is not None:
+            self._recorder.start({**asdict(self._settings), **self._schedule()})
+
+    def _new_steering(self, floors: Sequence[float] | None = None) -> Steering:
+        return Steering(
+            self._base.names,
+            num_replicas=self._replicas.size,
+            spread=self._settings.spread,
+            sync_every=self._settings.sync_every,
+            seed=self._settings.seed,
+            controller=self._settings.controller,
+            total_steps=self._settings.total_steps,
+            floors=floors,
+        )
+
+    def _check_together(self, model: nn.Module | None) -> None:
+        if self._settings.gradients == "local" and model is None:
+            raise ValueError("`gradients='local'` needs `model=`, got None.")
+        if self._settings.optimizer_state == "reset" and isinstance(self.optimizer, Adagrad):
+            raise ValueError(
+                "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
+                "in its constructor, got 'reset'."
+            )
+        total = self._settings.total_steps
+        if total is not None and self._settings.sync_every > total and self._replicas.size > 1:
+            warnings.warn(
+                f"`sync_every` ({self._settings.sync_every}) is longer than the run ({total} "
+                "steps): replicas converge once, at its end, and the scale is never moved.",
+                stacklevel=4,
+            )
+
+    def _schedule(self) -> dict[str, Any]:
+        """What replicas must have in common beside the settings."""
+        return {
+            "base": type(self._base.schedule).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "groups": self._base.names,
+            "learning_rates": self._base.lrs,
+        }
+
+    # The end of a cycle --------------------------------------------------------------------
+
+    def _end_cycle(self, ran_with: list[float]) -> None:
+        stopwatch = Stopwatch(self._device())
+        call = self._roll_call(
+            compare="still" if self._steering.is_spread() else "all",
+            with_state=self._settings.optimizer_state == "average",
+        )
+        self._check_losses(call)
+        verdict, num_bytes = self._converge(call)
+        stopwatch.mark()
+        factors = [knob.factors() for knob in self._steering.knobs]
+        steered = self._steering.steer(call.losses, verdict.fit)
+        losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
+        if self._base.wants_metric and losses:
+            self._base.advance(fmean(losses))
+        line = {
+            **converge_line(self.last_epoch, verdict, num_bytes),
+            **cycle_line(
+                self._steering.cycle, self._base.names, call.losses, steered, ran_with, factors
+            ),
+        }
+        self._steering.cycle += 1
+        self._steering.start_if_due(self.last_epoch, self._base.lrs)
+        if self._is_over():
+            self._steering.end(close=self._settings.on_overrun == "hold")
+        self._begin_anew(cut_short=False)
+        self._steering.fan_out()
+        self._write_record(line, stopwatch)
+
+    def _roll_call(self, *, compare: str, with_state: bool) -> RollCall:
+        return roll_call(
+            self._replicas,
+            self._parameters,
+            self._signal,
+            step=self.last_epoch,
+            compare=compare,
+            with_state=with_state,
+        )
+
+    def _check_losses(self, call: RollCall) -> None:
+        needed = self._base.wants_metric or self._steering.needs_losses
+        if needed and not self._cut_short:
+            call.require_losses(self.last_epoch)
+        if len(set(call.num_observed)) > 1:
+            self._warn_once(
+                "observed",
+                f"replicas observed {call.num_observed} losses in the cycle that ends at step "
+                f"{self.last_epoch}. Call `step()` once for every attempted optimizer step, also for "
+                "one that GradScaler skipped: otherwise the replicas drift apart in time.",
+            )
+
+    def _converge(self, call: RollCall) -> tuple[Triage, int]:
+        if self._replicas.size == 1:
+            return Triage((0,), {}), 0
+        verdict = triage(call.losses, call.finite, step=self.last_epoch)
+        agreed = "nothing" if verdict.excluded else call.agreed
+        num_bytes = self._parameters.converge_(verdict.fit, agreed=agreed)
+        policy = self._settings.optimizer_state
+        if policy == "reset":
+            self._parameters.reset_state_()
+        elif policy == "average" and call.states_match:
+            num_bytes += self._parameters.converge_state_(verdict.fit)
+        elif verdict.excluded:
+            num_bytes += self._reseed(verdict)
+        return verdict, num_bytes
+
+    def _reseed(self, verdict: Triage) -> int:
+        return self._parameters.reseed_state_(verdict.fit[0], tuple(verdict.excluded))
+
+    def _begin_anew(self, *, cut_short: bool) -> None:
+        """No evidence yet, and one model on all replicas."""
+        self._signal.clear()
+        self._diverged, self._cut_short = False, cut_short
+
+    def _can_diverge(self) -> bool:
+        """Whether a step takes the replicas apart."""
+        apart = self._steering.is_spread() or self._settings.gradients == "local"
+        return apart and self._replicas.size > 1
+
+    # The end of the run --------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        total = self._settings.total_steps
+        return total is not None and self.last_epoch >= total
+
+    def _overrun(self) -> None:
+        total, choice = self._settings.total_steps, self._settings.on_overrun
+        if choice == "raise":
+            raise ValueError(
+                f"`step()` must be called at most `total_steps` ({total}) times, "
+                f"got call {self.last_epoch + 1}."
+            )
+        self._warn_once(
+            "overrun",
+            f"step {self.last_epoch + 1} of a run of {total}: the base schedule has ended and keeps "
+            f"its last value (on_overrun={choice!r}).",
+        )
+
+    # Hands ---------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        (replica,) = self._replicas.local
+        self._lrs = self._steering.lrs(self._base.lrs, replica)
+        knobs.write_learning_rates(self.optimizer, self._lrs)
+        knobs.write_momenta(self.optimizer, self._base.momenta)
+
+    def _write_record(self, line: dict[str, Any], converge: Stopwatch | None = None) -> None:
+        if self._recorder is not None:
+            self._recorder.write(line, converge)
+
+    def _device(self) -> torch.device:
+        device: torch.device = self.optimizer.param_groups[0]["params"][0].device
+        return device
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(text, stacklevel=4)
+
+    def _refuse_while_visiting(self, call: str) -> None:
+        if self._visiting:
+            raise RuntimeError(f"`{call}` inside `consensus()` would be undone: leave it first.")

@@ -1,0 +1,154 @@
+"""Algorithm 1 of the paper as a plain loop over N copies of a model. Imports nothing of hdet.
+
+The only thing it is told is which permutation to use at which sync: the paper leaves it to chance.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Cycle(NamedTuple):
+    """What happened at one sync, for each group where it says so."""
+
+    step: int
+    lrs: list[list[float]]  # [group][replica], in the step before the sync
+    losses: list[float]
+    weights: list[float] | None
+    centres: list[float]  # etabar of each group, after the update
+    velocities: list[float]
+
+
+class Run(NamedTuple):
+    cycles: list[Cycle]
+    parameters: list[list[Tensor]]  # [replica][parameter]
+
+
+def one_cycle(
+    step: int,
+    total: int,
+    peak: float,
+    pct_start: float = 0.3,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+) -> float:
+    """OneCycleLR's cosine form, from its definition."""
+
+    def cosine(start: float, end: float, share: float) -> float:
+        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
+
+    top = pct_start * total - 1
+    low = peak / div_factor
+    if step <= top:
+        return cosine(low, peak, step / top)
+    return cosine(peak, low / final_div_factor, (step - top) / (total - 1 - top))
+
+
+def multiplier(replica: int, num_replicas: int, alpha: float) -> float:
+    middle = (num_replicas - 1) / 2
+    return 1 + alpha * (replica - middle) / max(middle, 0.5)
+
+
+def run(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    permutation: Callable[[int, int], Sequence[int]],
+    *,
+    num_replicas: int,
+    peaks: Sequence[float],
+    total_steps: int,
+    sync_every: int,
+    warmup_steps: int,
+    alpha: float,
+    beta: float = 0.9,
+    sigma: float = 0.1,
+    lam: float = 0.5,
+    largest_move: float | None = 2.0,
+    auto_lr: bool = True,
+    shared: bool = True,
+    on_step: Callable[[int, list[nn.Module]], Any] | None = None,
+) -> Run:
+    """`loss_of(model, step, replica)`; `permutation(group, cycle)[replica]` -> multiplier's index."""
+    replicas = range(num_replicas)
+    groups = range(len(peaks))
+    models = [copy.deepcopy(model) for _ in replicas]
+    optimizers = [make_optimizer(m) for m in models]
+    rho = [[multiplier(r, num_replicas, alpha) for r in replicas] for _ in groups]
+    centre = [0.0] * len(peaks)
+    velocity = [0.0] * len(peaks)
+    gamma = [0.0] * len(peaks)
+    floors = [peak / 25.0 / 1e4 for peak in peaks]
+    in_control = False
+    loss_sums = [0.0] * num_replicas
+    cycles: list[Cycle] = []
+    for step in range(total_steps):
+        if not in_control:
+            centre = [one_cycle(step, total_steps, peak) for peak in peaks]
+        lrs = [[centre[g] * rho[g][r] for r in replicas] for g in groups]
+        for r in replicas:
+            models[r].zero_grad()
+            loss = loss_of(models[r], step, r)
+            loss.backward()
+            loss_sums[r] += loss.item()
+        if shared:
+            share_gradients(models)
+        for r in replicas:
+            for g in groups:
+                optimizers[r].param_groups[g]["lr"] = lrs[g][r]
+            optimizers[r].step()
+        if on_step is not None:
+            on_step(step, models)
+        done = step + 1
+        if done % sync_every != 0 and done != total_steps:
+            continue
+        average(models)
+        steps = sync_every if done % sync_every == 0 else done % sync_every
+        losses = [total / steps for total in loss_sums]
+        loss_sums = [0.0] * num_replicas
+        weights = None
+        if auto_lr and in_control:
+            scores = [(sum(losses) / num_replicas - loss) / sigma for loss in losses]
+            raw = [math.exp(score) for score in scores]
+            weights = [value / sum(raw) for value in raw]
+            for g in groups:
+                preferred = sum(w * lr for w, lr in zip(weights, lrs[g], strict=True))
+                delta = preferred - sum(lrs[g]) / num_replicas
+                velocity[g] = beta * velocity[g] + (1 - beta) * delta
+                decayed = centre[g] * (1 - gamma[g])
+                centre[g] = decayed + lam * velocity[g]
+                if largest_move is not None:  # the one thing that is not in the paper
+                    centre[g] = max(centre[g], decayed / largest_move, floors[g])
+                    centre[g] = min(centre[g], decayed * largest_move)
+        elif auto_lr and done >= warmup_steps:
+            in_control = True
+            num_syncs = math.ceil((total_steps - done) / sync_every)
+            for g in groups:
+                centre[g] = one_cycle(done, total_steps, peaks[g])
+                if num_syncs:
+                    gamma[g] = 1 - (floors[g] / centre[g]) ** (1 / num_syncs)
+        cycles.append(Cycle(done, lrs, losses, weights, list(centre), list(velocity)))
+        if in_control:
+            for g in groups:
+                order = permutation(g, len(cycles))
+                rho[g] = [multiplier(order[r], num_replicas, alpha) for r in replicas]
+    return Run(cycles, [[p.detach().clone() for p in m.parameters()] for m in models])
+
+
+def share_gradients(models: Sequence[nn.Module]) -> None:
+    for same in zip(*(m.parameters() for m in models), strict=True):
+        mean = sum(p.grad for p in same) / len(same)
+        for p in same:
+            p.grad = mean.clone()
+
+
+@torch.no_grad()
+def average(models: Sequence[nn.Module]) -> None:
+    for same in zip(*(m.parameters() for m in models), strict=True):
+        mean = sum(p.detach() for p in same) / len(same)
+        for p in same:
+            p.copy_(mean)
