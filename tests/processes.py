@@ -85,9 +85,9 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, num), rank=rank, world_size=num
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=num
             )
-            answer = (function(rank, *arguments), None)
+            answer: tuple[Any, str | None] = (function(rank, *arguments), None)
         except BaseException:
             answer = (None, traceback.format_exc())
         finally:

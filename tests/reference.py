@@ -73,7 +73,7 @@ def run(
     shared: bool = True,
     on_step: Callable[[int, list[nn.Module]], Any] | None = None,
 ) -> Run:
-    """`loss_of(model, step, replica)`; `permutation(group, cycle)[replica]` -> multiplier's index."""
+    """Train; `permutation(group, cycle)[replica]` is the index of a multiplier."""
     replicas = range(num_replicas)
     groups = range(len(peaks))
     models = [copy.deepcopy(model) for _ in replicas]

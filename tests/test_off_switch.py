@@ -1,4 +1,4 @@
-"""spread=0 without auto-LR is DDP with OneCycleLR, bit for bit; one replica is the base schedule."""
+"""Switched off it is DDP with OneCycleLR, bit for bit; one replica is the base schedule."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests import toy
 from tests.processes import Processes
 
 STEPS = 300
-ONE_CYCLE = {"max_lr": [0.03, 0.01, 0.02, 0.05], "total_steps": STEPS}
+ONE_CYCLE: dict[str, Any] = {"max_lr": [0.03, 0.01, 0.02, 0.05], "total_steps": STEPS}
 
 
 def train(rank: int, name: str, micro_batches: int, dtype: torch.dtype, ours: bool) -> Any:
@@ -44,9 +44,7 @@ def train(rank: int, name: str, micro_batches: int, dtype: torch.dtype, ours: bo
 
 @pytest.mark.parametrize("num", [3, 4])
 @pytest.mark.parametrize("name", sorted(toy.OPTIMIZERS))
-@pytest.mark.parametrize(
-    ("micro_batches", "dtype"), [(1, torch.float32), (2, torch.float64)]
-)
+@pytest.mark.parametrize(("micro_batches", "dtype"), [(1, torch.float32), (2, torch.float64)])
 def test_without_spread_it_is_ddp_with_one_cycle_lr(
     processes: Processes, num: int, name: str, micro_batches: int, dtype: torch.dtype
 ) -> None:

@@ -44,9 +44,7 @@ def train(rank: int, name: str, gradients: str, folder: str) -> list[torch.Tenso
     return [p.detach() for p in model.parameters()]
 
 
-def expected(
-    name: str, gradients: str, largest_move: float | None = 2.0
-) -> reference.Run:
+def expected(name: str, gradients: str, largest_move: float | None = 2.0) -> reference.Run:
     names = ["embedding", "no_decay", "non_embedding", "transformer"]
     return reference.run(
         toy.toy(),
@@ -95,7 +93,7 @@ def test_every_number_equals_the_reference(
 
 
 def check_cycle(line: dict[str, Any], cycle: reference.Cycle, held: list[float]) -> None:
-    exactly = {"rel": 1e-12, "abs": 1e-12}
+    exactly: Any = {"rel": 1e-12, "abs": 1e-12}
     assert line["step"] == cycle.step
     assert line["losses"] == pytest.approx(cycle.losses, **exactly)
     assert (line["weights"] is None) == (cycle.weights is None)

@@ -17,7 +17,7 @@ __all__ = [
     "HDET",
     "OneCycleHDET",
     "PaperController",
-    "perturb_",
     "ProcessReplicas",
     "ReplicasLost",
+    "perturb_",
 ]

@@ -40,7 +40,7 @@ class Base:
     @property
     def step(self) -> int:
         """The step of the run this schedule is at."""
-        return 0 if self.wants_metric else max(self.schedule.last_epoch, 0)
+        return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)
 
     def advance(self, metric: float | None = None) -> None:
         with knobs.fan_out_undone(self.optimizer, self.lrs):
@@ -60,9 +60,10 @@ class Base:
             # step from the step before has the closed form compute everything else.
             last = min(int(plain["last_epoch"]), self.schedule.total_steps)
             self.schedule.last_epoch = last - 1
-            # Its count of 1 would make torch look for an optimizer step that was made long ago.
-            self.schedule._step_count = last + 1 if last else 0
+            # A count of 1 would make torch look for an optimizer step that was made long ago.
+            self.schedule._step_count = 0
             self.advance()
+            self.schedule._step_count = last + 1
             return
         self.schedule.load_state_dict(plain)
         knobs.use_plain_floats(self.schedule)

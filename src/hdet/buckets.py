@@ -54,12 +54,12 @@ class Buckets:
         return self._plans[key]
 
     def _cut(self, tensors: Sequence[Tensor], device: torch.device | None) -> list[Bucket]:
-        piece_bytes = self.bucket_bytes // SLOTS
+        piece_bytes = self.bucket_bytes // SLOTS // 16 * 16  # aligned for every dtype
         in_place: list[Bucket] = []
         small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for flat in map(flatten, tensors):
             place, wire = device or flat.device, wire_dtype(flat.dtype)
-            parts = flat.split(max(piece_bytes // wire.itemsize, 1))
+            parts = flat.split(piece_bytes // wire.itemsize)
             fits_the_wire = (place, wire) == (flat.device, flat.dtype)
             if fits_the_wire and flat.nbytes >= min(IN_PLACE_BYTES, piece_bytes):
                 in_place.extend(Bucket(part, [], []) for part in parts)
@@ -68,7 +68,7 @@ class Buckets:
         groups = [
             (place, wire, group)
             for (place, wire), parts in small.items()
-            for group in _fill(parts, max(piece_bytes // wire.itemsize, 1))
+            for group in _fill(parts, piece_bytes // wire.itemsize)
         ]
         return in_place + self._pack(groups, piece_bytes)
 
@@ -90,9 +90,7 @@ class Buckets:
         held = self._scratch.get(device)
         if held is None or held.numel() < num_bytes:
             self._plans.clear()  # they hold on to the smaller scratch
-            held = self._scratch[device] = torch.empty(
-                num_bytes, dtype=torch.uint8, device=device
-            )
+            held = self._scratch[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return held
 
 
@@ -119,7 +117,9 @@ def flatten(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+        tensor = tensor.permute(
+            sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+        )
     return tensor.view(-1)
 
 

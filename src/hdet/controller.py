@@ -96,7 +96,7 @@ def decay_rate(start: float, floor: float, num_cycles: int) -> float:
     """
     if num_cycles < 1 or start <= 0:
         return 0.0
-    return 1 - (floor / start) ** (1 / num_cycles)
+    return 1 - math.pow(floor / start, 1 / num_cycles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,10 +81,9 @@ def agree(replicas: Replicas, mine: Description | Exception) -> bool:
     on_purpose = all(theirs.perturbed for theirs in everyone)
     weights_differ = False
     for replica, theirs in enumerate(everyone):
-        difference = (
-            _different_settings(first.settings, theirs.settings, replica)
-            or _different_parameters(first.parameters, theirs.parameters, replica)
-        )
+        difference = _different_settings(
+            first.settings, theirs.settings, replica
+        ) or _different_parameters(first.parameters, theirs.parameters, replica)
         weights = _different_weights(first.parameters, theirs.parameters, replica)
         if difference or (weights and not on_purpose):
             raise ValueError(f"replicas must be alike: {difference or weights}")

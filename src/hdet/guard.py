@@ -16,9 +16,7 @@ class Triage(NamedTuple):
     excluded: dict[int, str]
 
 
-def triage(
-    losses: Sequence[float | None], finite_weights: Sequence[bool], *, step: int
-) -> Triage:
+def triage(losses: Sequence[float | None], finite_weights: Sequence[bool], *, step: int) -> Triage:
     """A replica is fit if its weights are finite and its loss, where it has one, is too.
 
     >>> triage([0.5, float("nan")], [True, True], step=10)

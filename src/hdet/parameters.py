@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hdet.buckets import flatten
@@ -72,7 +72,9 @@ class Parameters:
         """For each local replica whether everything that will be averaged is finite."""
         tensors = self.tensors()
         state = self.state_tensors()[0] if with_state else []
-        return self._replicas.are_finite([*tensors.moving, *tensors.still, *tensors.buffers, *state])
+        return self._replicas.are_finite(
+            [*tensors.moving, *tensors.still, *tensors.buffers, *state]
+        )
 
     def fingerprint(self, part: str) -> Tensor:
         """Equal on two replicas if and only if (but for a chance of 2^-64) their bits are.
@@ -181,7 +183,9 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     flat = flatten(tensor)
-    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
+    bits = flat.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
+    )
     # On the CPU a chunk that fits the cache; elsewhere one that is worth a launch.
     size = min(1 << 18 if flat.device.type == "cpu" else 1 << 24, flat.numel())
     places = torch.arange(1, size + 1, dtype=torch.int64, device=flat.device)
@@ -253,8 +257,10 @@ def _is_averaged(tensor: Tensor) -> bool:
 
 
 def _check_usable(name: str, parameter: Tensor) -> None:
-    if isinstance(parameter, UninitializedTensorMixin):
-        raise ValueError(f"`{name}` must be initialised, got a lazy parameter: run one batch first.")
+    if is_lazy(parameter):
+        raise ValueError(
+            f"`{name}` must be initialised, got a lazy parameter: run one batch first."
+        )
     try:
         flatten(parameter)
     except RuntimeError as error:

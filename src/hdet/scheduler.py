@@ -88,7 +88,7 @@ class HDET(LRScheduler):
         """
         self._signal.add(loss, weight)
 
-    def step(self, loss: Any = None) -> None:  # type: ignore[override]
+    def step(self, loss: Any = None) -> None:
         """Once for every attempted optimizer step, also for one that GradScaler skipped."""
         self._refuse_while_visiting("step()")
         if loss is not None:
@@ -102,7 +102,10 @@ class HDET(LRScheduler):
             self._base.advance()
         self.last_epoch += 1
         self._diverged |= self._can_diverge()
-        if self.last_epoch % self._settings.sync_every == 0 or self.last_epoch == self._settings.total_steps:
+        if (
+            self.last_epoch % self._settings.sync_every == 0
+            or self.last_epoch == self._settings.total_steps
+        ):
             self._end_cycle(ran_with)
         self._write()
 
@@ -159,9 +162,7 @@ class HDET(LRScheduler):
 
     def get_base_lr(self) -> list[float]:
         """The learning rates in the centre of the spread: those of the consensus."""
-        centres = zip(
-            self._steering.base_lrs(self._base.lrs), self._steering.knobs, strict=True
-        )
+        centres = zip(self._steering.base_lrs(self._base.lrs), self._steering.knobs, strict=True)
         return [lr * knob.state.scale for lr, knob in centres]
 
     # State ---------------------------------------------------------------------------------
@@ -363,8 +364,8 @@ class HDET(LRScheduler):
             self._warn_once(
                 "observed",
                 f"replicas observed {call.num_observed} losses in the cycle that ends at step "
-                f"{self.last_epoch}. Call `step()` once for every attempted optimizer step, also for "
-                "one that GradScaler skipped: otherwise the replicas drift apart in time.",
+                f"{self.last_epoch}. Call `step()` once for every attempted optimizer step, also "
+                "for one that GradScaler skipped: otherwise the replicas drift apart in time.",
             )
 
     def _converge(self, call: RollCall) -> tuple[Triage, int]:
@@ -410,8 +411,8 @@ class HDET(LRScheduler):
             )
         self._warn_once(
             "overrun",
-            f"step {self.last_epoch + 1} of a run of {total}: the base schedule has ended and keeps "
-            f"its last value (on_overrun={choice!r}).",
+            f"step {self.last_epoch + 1} of a run of {total}: the base schedule has ended and "
+            f"keeps its last value (on_overrun={choice!r}).",
         )
 
     # Hands ---------------------------------------------------------------------------------

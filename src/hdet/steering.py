@@ -4,7 +4,7 @@ Plain Python, no torch: every process computes the same answer, bit for bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hdet.controller import Controller, Evidence, Move, ScaleState, decay_rate
@@ -25,7 +25,7 @@ class Knob:
     """One explored learning rate: that of a parameter group."""
 
     name: str
-    state: ScaleState = ScaleState()
+    state: ScaleState = field(default_factory=ScaleState)
     held: float | None = None
     """The learning rate at the hand-over, if the controller took over from the base schedule."""
     fan: tuple[float, ...] = ()
@@ -104,9 +104,7 @@ class Steering:
         moves = []
         for knob in self.knobs:
             factors = knob.factors()
-            move = self._controller.update(
-                knob.state, Evidence(known, [factors[r] for r in fit])
-            )
+            move = self._controller.update(knob.state, Evidence(known, [factors[r] for r in fit]))
             knob.state = move.state
             moves.append(move)
         weights = dict(zip(fit, self._controller.weigh(known), strict=True))

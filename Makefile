@@ -1,0 +1,33 @@
+# make demo | make test | make check: each from a bare clone, doing its own set-up.
+PYTHON ?= python3
+TORCH ?= torch
+BIN := .venv/bin
+TORCHRUN := $(BIN)/python -m torch.distributed.run --nproc-per-node 4
+
+.PHONY: demo test check lint types clean
+
+demo: .venv/ready
+	OMP_NUM_THREADS=1 $(TORCHRUN) examples/ddp.py --out runs/demo
+	$(BIN)/python docs/pictures/fan_out.py runs/demo runs/demo/fan_out.svg
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q
+
+check: lint types test
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready
+	$(BIN)/mypy
+
+# torch first: a package that needs it must find it, and not fetch another build.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

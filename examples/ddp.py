@@ -1,0 +1,98 @@
+"""An ordinary DDP script, with hdet in the lines marked so.
+
+torchrun --nproc-per-node 4 examples/ddp.py
+
+A small network on scikit-learn's handwritten digits; it needs no GPU and no download.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import hdet  # hdet
+
+
+def digits() -> tuple[TensorDataset, Tensor, Tensor]:
+    """1500 images to train on, 297 to be judged by."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32) / 16
+    y = torch.tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1500], order[1500:]
+    return TensorDataset(x[train], y[train]), x[test], y[test]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--max-lr", type=float, default=0.01)
+    parser.add_argument("--out", default="runs/digits", help="folder for record and checkpoint")
+    arguments = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    train, test_x, test_y = digits()
+    sampler: DistributedSampler[Any] = DistributedSampler(train, seed=0)
+    loader = DataLoader(train, batch_size=16, sampler=sampler, drop_last=True)
+    network = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.max_lr)
+    scheduler = hdet.OneCycleHDET(  # hdet: was torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=arguments.max_lr,
+        epochs=arguments.epochs,
+        steps_per_epoch=len(loader),
+        model=model,  # hdet: also average the buffers (BatchNorm)
+        spread=0.3,  # hdet
+        sync_every=10,  # hdet
+        record=arguments.out,  # hdet: one JSON line for every cycle
+    )
+    for epoch in range(arguments.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step(loss)  # hdet: was scheduler.step()
+        with scheduler.consensus():  # hdet: what is judged is the mean of the replicas
+            accuracy = evaluate(model, test_x, test_y)
+        if dist.get_rank() == 0:
+            print(
+                f"epoch {epoch + 1:2d}  loss {loss.item():.3f}  accuracy {accuracy:.3f}", flush=True
+            )
+    scheduler.converge()  # hdet: before saving; after the last step it has nothing to do
+    if dist.get_rank() == 0:
+        save(arguments.out, network, optimizer, scheduler)
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    model.eval()
+    accuracy = (model(x).argmax(1) == y).float().mean().item()
+    model.train()
+    return accuracy
+
+
+def save(
+    folder: str, network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: hdet.HDET
+) -> None:
+    parts: dict[str, Any] = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save(states, Path(folder) / "checkpoint.pt")
+    print(f"learning rate at the end {scheduler.get_base_lr()[0]:.2e}")
+    print(f"record and checkpoint in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Bad arguments and replicas that disagree: an error with its name, on all replicas, at once."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import hdet
+from tests.processes import Processes, RemoteError
+
+
+def one_cycle(**changed: Any) -> hdet.OneCycleHDET:
+    torch.manual_seed(0)
+    model = changed.pop("model", None) or nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    arguments: dict[str, Any] = {"max_lr": 0.1, "total_steps": 100, "sync_every": 10} | changed
+    return hdet.OneCycleHDET(optimizer, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"spread": 1.0}, "`spread` must be in [0, 1), got 1.0."),
+        ({"spread": -0.1}, "`spread` must be in [0, 1), got -0.1."),
+        ({"spread": math.nan}, "`spread` must be in [0, 1), got nan."),
+        ({"sync_every": 0}, "`sync_every` must be at least 1, got 0."),
+        ({"warmup_steps": 100}, "`warmup_steps` must be less than `total_steps` (100), got 100."),
+        ({"warmup_steps": -1}, "`warmup_steps` must be at least 0, got -1."),
+        ({"temperature": 0}, "`temperature` must be a finite number above 0, got 0."),
+        ({"momentum": 1}, "`momentum` must be in [0, 1), got 1."),
+        ({"step_size": math.inf}, "`step_size` must be a finite number above 0, got inf."),
+        ({"seed": -3}, "`seed` must be at least 0, got -3."),
+        ({"max_lr": -1.0}, "`max_lr` must be a finite number above 0, got -1.0."),
+        ({"max_lr": math.nan}, "`max_lr` must be a finite number above 0, got nan."),
+        ({"final_div_factor": 0.0}, "`final_div_factor` must be a finite number above 0, got 0.0."),
+        (
+            {"on_overrun": "stop"},
+            "`on_overrun` must be one of 'hold', 'extend', 'raise', got 'stop'.",
+        ),
+        ({"gradients": "own"}, "`gradients` must be one of 'shared', 'local', got 'own'."),
+        ({"gradients": "local"}, "`gradients='local'` needs `model=`, got None."),
+        (
+            {"optimizer_state": "mean"},
+            "`optimizer_state` must be one of 'keep', 'average', 'reset', got 'mean'.",
+        ),
+        (
+            {"total_steps": 10, "pct_start": 0.1},
+            "`total_steps` must leave every phase of the cycle a step, "
+            "got 10 with `pct_start` 0.1.",
+        ),
+    ],
+)
+def test_a_bad_argument_names_itself_the_rule_and_the_value(
+    changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        one_cycle(**changed)
+    assert str(error.value) == words
+
+
+@pytest.mark.parametrize("changed", [{"sync_every": 2.5}, {"seed": "a"}, {"warmup_steps": True}])
+def test_a_bad_type_names_itself(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(TypeError, match=f"`{name}` must be an integer, got"):
+        one_cycle(**changed)
+
+
+def test_a_controller_must_be_one() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match="`controller` must be a controller such as"):
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), controller="paper")  # type: ignore[arg-type]
+
+
+def test_a_lazy_parameter_must_be_initialised() -> None:
+    model = nn.LazyLinear(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`weight` must be initialised, got a lazy parameter"):
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+
+
+def test_a_parameter_must_be_dense() -> None:
+    model = nn.ParameterDict({"strided": nn.Parameter(torch.zeros(4, 4)[:, :2])})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`strided` must be dense in memory"):
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, width))
+
+
+def disagree(rank: int, what: str) -> None:
+    torch.manual_seed(0)
+    odd = rank == 2
+    if what == "settings":
+        one_cycle(spread=0.2 if odd else 0.1)
+    elif what == "learning rates":
+        one_cycle(max_lr=0.2 if odd else 0.1)
+    elif what == "controller":
+        one_cycle(temperature=0.2 if odd else 0.1)
+    elif what == "shapes":
+        model = Wide(3 if odd else 2)
+        one_cycle(model=model)
+    elif what == "names":
+        one_cycle(model=nn.Sequential(nn.Linear(2, 2)) if odd else nn.Linear(2, 2))
+    elif what == "one bad argument":
+        one_cycle(sync_every=0 if odd else 10)
+    elif what == "record":
+        one_cycle(record="/dev/null/run" if rank == 0 else None)
+    elif what == "weights":
+        model = Wide(2)
+        with torch.no_grad():
+            model.weight[1, 1] += 1e-3 * odd
+        one_cycle(model=model)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("settings", "replicas must be alike: `spread` is 0.1 on replica 0 and 0.2 on replica 2."),
+        ("learning rates", "`learning_rates` is [0.004"),
+        ("controller", "`controller` is {'warmup_steps': 30, 'momentum': 0.9, 'temperature': 0.1"),
+        ("shapes", "is (2, 2) torch.float32 with strides (2, 1) on replica 0 and (2, 3)"),
+        (
+            "one bad argument",
+            "replica 2 could not start: ValueError: `sync_every` must be at least",
+        ),
+        ("record", "replica 0 could not start: NotADirectoryError"),
+        ("weights", "does not start from the same values on replicas 0 and 2."),
+    ],
+)
+def test_replicas_that_disagree_fail_alike(processes: Processes, what: str, words: str) -> None:
+    with pytest.raises(RemoteError) as error:
+        processes(3, disagree, what)
+    texts = error.value.tracebacks
+    assert all(text is not None for text in texts)
+    told = [text for text in texts if text is not None and words in text]
+    # The one with a bad argument of its own raises that; everyone else hears of it.
+    assert len(told) == (2 if "could not start" in words else 3), texts
+
+
+def start_perturbed(rank: int) -> bool:
+    model = Wide(2)
+    nn.init.ones_(model.weight)
+    hdet.perturb_(model, 0.1)
+    scheduler = one_cycle(model=model)
+    own = model.weight.clone()
+    with scheduler.consensus():
+        visited = not torch.equal(own, model.weight)
+    return visited and torch.equal(own, model.weight)
+
+
+def test_replicas_may_differ_on_purpose(processes: Processes) -> None:
+    assert processes(3, start_perturbed) == [True] * 3
+
+
+def run_short(rank: int) -> str:
+    with pytest.warns(UserWarning, match="`sync_every` .1000. is longer than the run .100") as seen:
+        one_cycle(sync_every=1000)
+    return str(seen[0].filename)
+
+
+def test_a_cycle_longer_than_the_run_is_pointed_out(processes: Processes) -> None:
+    for filename in processes(2, run_short):
+        assert filename.endswith("test_door.py")

@@ -1,0 +1,31 @@
+"""The examples run as they are written, under torchrun with real processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    done = subprocess.run(
+        [*command, "examples/ddp.py", "--epochs", "6", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(done.stdout.split("accuracy")[-1].split()[0]) > 0.9
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    cycles = [line for line in lines if line["event"] == "cycle"]
+    assert len(cycles) == 14
+    assert all(len(line["losses"]) == 4 for line in cycles)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["scheduler"]["step"] == 6 * 23
