@@ -71,3 +71,12 @@ def test_channels_last_weights_are_dense() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     assert wire_dtype(dtype) == torch.float32
+
+
+def test_plans_of_tensors_that_are_gone_are_forgotten() -> None:
+    buckets = Buckets(4096)
+    lasting = [torch.zeros(8)]
+    for _ in range(20):
+        buckets.of(lasting)
+        buckets.of([torch.zeros(8)])
+    assert len(buckets._plans) <= 3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import hdet
 from tests.processes import Processes, RemoteError
@@ -97,12 +97,39 @@ class Wide(nn.Module):
 def disagree(rank: int, what: str) -> None:
     torch.manual_seed(0)
     odd = rank == 2
+    model: nn.Module
     if what == "settings":
         one_cycle(spread=0.2 if odd else 0.1)
     elif what == "learning rates":
         one_cycle(max_lr=0.2 if odd else 0.1)
     elif what == "controller":
         one_cycle(temperature=0.2 if odd else 0.1)
+    elif what == "schedule length":
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hdet.HDET(CosineAnnealingLR(optimizer, 20 if odd else 10), sync_every=5)
+    elif what == "end of the schedule":
+        one_cycle(final_div_factor=10.0 if odd else 1e4)
+    elif what == "weight decay":
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1 * odd)
+        hdet.HDET(CosineAnnealingLR(optimizer, 10), sync_every=5)
+    elif what == "order":
+        model = nn.Linear(2, 2)
+        parameters = [model.weight, model.bias]
+        optimizer = torch.optim.SGD(parameters[::-1] if odd else parameters, lr=0.1)
+        hdet.HDET(CosineAnnealingLR(optimizer, 10), sync_every=5, model=model, gradients="local")
+    elif what == "buffers":
+        model = nn.Linear(2, 2)
+        model.register_buffer("statistics", torch.zeros(3 if odd else 2))
+        hdet.HDET(
+            CosineAnnealingLR(torch.optim.SGD(model.parameters(), lr=0.1), 10),
+            sync_every=5, model=model, gradients="local",
+        )  # fmt: skip
+    elif what == "buckets":
+        hdet.ProcessReplicas(bucket_bytes=2048 if odd else 4096)
+    elif what == "bad buckets":
+        hdet.ProcessReplicas(bucket_bytes=7 if odd else 4096)
     elif what == "shapes":
         model = Wide(3 if odd else 2)
         one_cycle(model=model)
@@ -123,8 +150,14 @@ def disagree(rank: int, what: str) -> None:
     ("what", "words"),
     [
         ("settings", "replicas must be alike: `spread` is 0.1 on replica 0 and 0.2 on replica 2."),
-        ("learning rates", "`learning_rates` is [0.004"),
-        ("controller", "`controller` is {'warmup_steps': 30, 'momentum': 0.9, 'temperature': 0.1"),
+        ("learning rates", "`learning_rates.group0` is 0.004"),
+        ("controller", "`controller.temperature` is 0.1 on replica 0 and 0.2 on replica 2."),
+        ("schedule length", "`base.schedule.T_max` is 10 on replica 0 and 20 on replica 2."),
+        ("end of the schedule", "min_lr"),
+        ("weight decay", "`groups.0.weight_decay` is '0.0' on replica 0 and '0.1' on replica 2."),
+        ("order", "`groups.0.params.0` is 'weight' on replica 0 and 'bias' on replica 2."),
+        ("buffers", "'statistics' is (2,) torch.float32 with strides (1,) on replica 0 and (3,)"),
+        ("buckets", "`bucket_bytes` must be the same on all replicas, got [4096, 4096, 2048]"),
         ("shapes", "is (2, 2) torch.float32 with strides (2, 1) on replica 0 and (2, 3)"),
         (
             "one bad argument",
@@ -142,6 +175,12 @@ def test_replicas_that_disagree_fail_alike(processes: Processes, what: str, word
     told = [text for text in texts if text is not None and words in text]
     # The one with a bad argument of its own raises that; everyone else hears of it.
     assert len(told) == (2 if "could not start" in words else 3), texts
+
+
+def test_one_bad_bucket_size_leaves_nobody_waiting(processes: Processes) -> None:
+    with pytest.raises(RemoteError) as error:
+        processes(3, disagree, "bad buckets")
+    assert all(text is not None and "bucket_bytes" in text for text in error.value.tracebacks)
 
 
 def start_perturbed(rank: int) -> bool:

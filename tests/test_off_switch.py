@@ -16,12 +16,20 @@ ONE_CYCLE: dict[str, Any] = {"max_lr": [0.03, 0.01, 0.02, 0.05], "total_steps": 
 
 
 def train(rank: int, name: str, micro_batches: int, dtype: torch.dtype, ours: bool) -> Any:
-    model = DistributedDataParallel(toy.toy(dtype))
+    network = toy.toy(dtype)
+    network.register_buffer("table", 1 / torch.arange(1, 65, dtype=dtype))
+    model = DistributedDataParallel(network)
     optimizer = toy.OPTIMIZERS[name](model)
     scheduler: Any
     if ours:
         scheduler = hdet.OneCycleHDET(
-            optimizer, **ONE_CYCLE, spread=0.0, auto_lr=False, sync_every=7, model=model
+            optimizer,
+            **ONE_CYCLE,
+            spread=0.0,
+            auto_lr=False,
+            sync_every=7,
+            model=model,
+            optimizer_state="keep" if micro_batches == 1 else "average",
         )
     else:
         scheduler = OneCycleLR(optimizer, **ONE_CYCLE)
@@ -39,7 +47,7 @@ def train(rank: int, name: str, micro_batches: int, dtype: torch.dtype, ours: bo
         scheduler.step()
         momenta = [g.get("momentum") or g["betas"][0] for g in optimizer.param_groups]
         lrs.append((scheduler.get_last_lr(), [g["lr"] for g in optimizer.param_groups], momenta))
-    return [p.detach() for p in model.parameters()], lrs
+    return [t.detach() for t in (*model.parameters(), *model.buffers())], lrs
 
 
 @pytest.mark.parametrize("num", [3, 4])

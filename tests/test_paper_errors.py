@@ -146,7 +146,7 @@ def count_messages(rank: int) -> int:
     model = ManySmall()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     base = CosineAnnealingLR(optimizer, 10)
-    scheduler = hdet.HDET(base, model=model, sync_every=1)
+    scheduler = hdet.HDET(base, model=model, sync_every=1, gradients="local")
     optimizer.step()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         scheduler.step(1.0)

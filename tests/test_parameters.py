@@ -1,6 +1,7 @@
 """What a converge averages, and what it leaves alone."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from hdet.parameters import Parameters, fingerprints
-from hdet.replicas import OneReplica, ProcessReplicas
+from hdet.body import PARTS, Body
+from hdet.fingerprint import fingerprints
+from hdet.parameters import Parameters
+from hdet.replicas import ProcessReplicas
 from tests import toy
 from tests.processes import Processes
 
@@ -47,7 +50,7 @@ def zoo_at(value: float) -> tuple[Zoo, torch.optim.Optimizer, list[Any]]:
 def converge_zoo(rank: int, bucket_bytes: int) -> list[torch.Tensor]:
     zoo, optimizer, outside = zoo_at(float(rank))
     replicas = ProcessReplicas(bucket_bytes=bucket_bytes)
-    Parameters(optimizer, zoo, replicas).converge_(range(3), agreed="nothing")
+    Parameters(optimizer, zoo, replicas).converge_(range(3), PARTS, {})
     names = dict(zoo.named_parameters()) | dict(zoo.named_buffers())
     assert names.pop("batch_norm.num_batches_tracked").item() == 2
     return [t.detach() for t in [*names.values(), *outside] if t.numel()]
@@ -63,7 +66,7 @@ def test_everything_is_averaged_once(processes: Processes, bucket_bytes: int) ->
 def average_halves(rank: int) -> torch.Tensor:
     """256 + 1 + 1 + 1 in bfloat16 stays 256, its mean 64; the true one, 64.75, rounds to 65."""
     weight = nn.Parameter(torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16))
-    ProcessReplicas().average_([weight], range(4))
+    ProcessReplicas().average_([[weight]], range(4))
     return weight.detach()
 
 
@@ -139,17 +142,17 @@ def test_adagrad_cannot_be_reset() -> None:
 
 def test_a_buffer_that_was_rebound_counts() -> None:
     zoo, optimizer, _ = zoo_at(0.0)
-    parameters = Parameters(optimizer, zoo, OneReplica())
+    body = Body(optimizer, zoo)
     zoo.batch_norm.running_mean = torch.full((2,), 5.0)
-    assert any(bool((b == 5).all()) for b in parameters.tensors().buffers)
+    assert any(bool((b == 5).all()) for b in body.part("buffers"))
 
 
 def test_frozen_parameters_are_still_until_someone_thaws_them() -> None:
     zoo, optimizer, _ = zoo_at(0.0)
-    parameters = Parameters(optimizer, zoo, OneReplica())
-    assert [t.data_ptr() for t in parameters.tensors().still] == [zoo.frozen.data_ptr()]
+    body = Body(optimizer, zoo)
+    assert [t.data_ptr() for t in body.part("still")] == [zoo.frozen.data_ptr()]
     zoo.frozen.requires_grad_(True)
-    assert parameters.tensors().still == []
+    assert body.part("still") == []
 
 
 def freeze(rank: int, differ: bool) -> tuple[list[float], list[float], int]:
@@ -158,7 +161,11 @@ def freeze(rank: int, differ: bool) -> tuple[list[float], list[float], int]:
     model["trained"] = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([model["trained"]], lr=0.1)
     scheduler = hdet.HDET(
-        LambdaLR(optimizer, lambda _: 1.0), model=model, sync_every=1, controller=None
+        LambdaLR(optimizer, lambda _: 1.0),
+        model=model,
+        sync_every=1,
+        controller=None,
+        gradients="local",
     )
     if differ:  # as the target network of a mean teacher does
         with torch.no_grad():
@@ -213,7 +220,7 @@ def test_a_warm_noisy_start_has_the_size_of_equation_10(processes: Processes) ->
 
 
 def test_perturb_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="`noise` must be a finite number"):
+    with pytest.raises(ValueError, match=r"`noise` must be in .0, inf., got -0.5"):
         hdet.perturb_(nn.Linear(1, 1), -0.5)
     with pytest.raises(ValueError, match="`model` must have parameters"):
         hdet.perturb_(nn.ReLU())
@@ -224,3 +231,67 @@ def test_perturbing_by_nothing_changes_nothing() -> None:
     hdet.perturb_(model, 0.0)
     for ours, plain in zip(model.parameters(), toy.toy().parameters(), strict=True):
         assert torch.equal(ours, plain)
+
+
+def test_flipped_signs_do_not_cancel_in_a_fingerprint() -> None:
+    values = torch.rand(6, dtype=torch.float64)
+    prints = fingerprints([values, -values, values * torch.tensor([-1, -1, 1, 1, 1, 1])]).tolist()
+    assert len(set(prints)) == 3
+
+
+class Masked(nn.Module):
+    """A mask of minus infinity, a constant table, a running mean, quantised frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.quantised = nn.Parameter(torch.arange(3, dtype=torch.uint8), requires_grad=False)
+        self.frozen = nn.Parameter(1 / torch.arange(1, 65), requires_grad=False)
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        self.register_buffer("table", 1 / (10000 ** (torch.arange(64) / 64)))
+        self.register_buffer("running", torch.zeros(1))
+
+
+def train_masked(rank: int, bad: bool) -> Any:
+    model = Masked()
+    start = copy.deepcopy(dict(model.named_buffers()) | dict(model.named_parameters()))
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    scheduler = hdet.HDET(
+        LambdaLR(optimizer, lambda _: 1.0), model=model, gradients="local", sync_every=1,
+        controller=None,
+    )  # fmt: skip
+    model.get_buffer("running").fill_(math.nan if bad and rank == 1 else float(rank))
+    optimizer.step()
+    scheduler.step()
+    with scheduler.consensus():
+        pass
+    scheduler.converge()
+    now = dict(model.named_buffers()) | dict(model.named_parameters())
+    unchanged = all(torch.equal(start[n], now[n]) for n in ("mask", "table", "frozen", "quantised"))
+    return unchanged, model.get_buffer("running").item()
+
+
+def test_what_replicas_agree_on_keeps_its_bits(processes: Processes) -> None:
+    assert processes(3, train_masked, False) == [(True, 1.0)] * 3
+
+
+def test_a_buffer_that_one_replica_spoiled_is_left_out(processes: Processes) -> None:
+    assert processes(3, train_masked, True) == [(True, 1.0)] * 3
+
+
+def test_parameters_that_overlap_are_refused() -> None:
+    memory = torch.zeros(10)
+    model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory[:4])})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="must not share a part of its memory"):
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+
+
+def perturb_one(rank: int) -> bool:
+    if rank == 1:
+        hdet.perturb_(toy.toy())
+    return True
+
+
+def test_perturbing_asks_nobody(processes: Processes) -> None:
+    assert processes(2, perturb_one) == [True, True]

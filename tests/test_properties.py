@@ -10,7 +10,7 @@ from torch import nn
 
 import hdet
 from hdet.spread import assignment, multipliers
-from hdet.steering import Steering
+from hdet.steering import Cycle, Steering
 
 NUM_REPLICAS = st.integers(1, 64)
 SPREADS = st.floats(0, 1, exclude_max=True)
@@ -51,7 +51,7 @@ def steerings(draw: st.DrawFn) -> tuple[Steering, int, int, list[float], int]:
             step_size=draw(st.floats(1e-3, 10)),
         ),
         total_steps=total,
-        floors=[peak / shrink for peak in peaks] if draw(st.booleans()) else None,
+        takes_over=Cycle(peaks, [p / shrink for p in peaks]) if draw(st.booleans()) else None,
     )
     return steering, total, sync_every, peaks, num
 

@@ -96,8 +96,8 @@ def test_a_line_waits_for_its_time(tmp_path: Path) -> None:
     class Slow(Stopwatch):
         ready = False
 
-        def seconds(self) -> float | None:
-            return 0.5 if self.ready else None
+        def seconds(self, *, wait: bool = False) -> float | None:
+            return 0.5 if self.ready or wait else None
 
     stopwatch = Slow(torch.device("cpu"))
     recorder = Recorder(tmp_path)

@@ -28,11 +28,11 @@ def contract(rank: int, kind: str) -> Any:
         torch.tensor([rank]),
         torch.tensor([1.0 * rank]),
     )
-    sent = replicas.average_([mean], range(replicas.size))
-    replicas.maximum_([most])
-    replicas.copy_([copied], source=0, targets=[1])
+    sent = replicas.average_([[mean]], range(replicas.size))
+    replicas.maximum_([[most]])
+    replicas.copy_([[copied]], source=0, targets=[1])
     finite = [
-        replicas.are_finite([torch.ones(3), torch.tensor(value)]).tolist()
+        replicas.are_finite([[torch.ones(3), torch.tensor(value)]]).tolist()
         for value in (1.0, float("nan"), float("inf"))
     ]
     told = replicas.gather_objects({"here": here})
@@ -65,7 +65,7 @@ def race(rank: int) -> bool:
     theirs = torch.full((100_000,), 1.0)
     for _ in range(20):
         works = [dist.all_reduce(theirs, async_op=True)] if rank == 0 else []
-        replicas.average_([own], range(2))
+        replicas.average_([[own]], range(2))
         works += [dist.all_reduce(theirs, async_op=True)] if rank == 1 else []
         for work in works:
             work.wait()
@@ -103,7 +103,7 @@ def refused(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1))
     group = dist.new_group([0])
     texts = []
-    for argument, options in ((mesh, {}), (group if rank else None, {"bucket_bytes": 3})):
+    for argument, options in ((mesh, {}), (None, {"bucket_bytes": 3})):
         with pytest.raises(ValueError) as error:
             ProcessReplicas(argument, **options)
         texts.append(str(error.value))

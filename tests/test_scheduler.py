@@ -1,10 +1,12 @@
 """The clock: converge on demand, consensus, resuming, the end of the run, lost replicas."""
 
 import copy
+import gc
 import io
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hdet
+from hdet.controller import Evidence, Move, ScaleState
 from tests import toy
 from tests.processes import Processes, RemoteError
 
@@ -227,6 +230,63 @@ def resume_and_tell(rank: int, saved: bytes) -> Any:
     return told
 
 
+def rates_to_the_end(rank: int, saved: bytes, changed: dict[str, Any]) -> list[float]:
+    trainer = Trainer(rank, **changed).load(saved)
+    rates = [trainer.scheduler.get_base_lr()[0]]
+    for step in range(14, TOTAL):
+        trainer.train(range(step, step + 1))
+        rates.append(trainer.scheduler.get_base_lr()[0])
+    return rates
+
+
+@pytest.mark.parametrize(("num", "changed"), [(1, {}), (3, {"auto_lr": False})])
+def test_without_a_controller_the_decay_goes_on(
+    processes: Processes, num: int, changed: dict[str, Any]
+) -> None:
+    """Nobody to compare with any more: the rate still ends at OneCycleLR's floor."""
+    (saved, _), *_ = processes(3, save_and_go_on, 14, "adamw", {"temperature": 1e9})
+    for rates in processes(num, rates_to_the_end, saved, changed):
+        assert rates == sorted(rates, reverse=True)
+        assert rates[-1] == pytest.approx(0.05 / 25 / 1e4, rel=1e-6)
+
+
+def resume_lower(rank: int, saved: bytes, optimizer_first: bool) -> list[float]:
+    trainer = Trainer(rank)
+    lower = hdet.OneCycleHDET(
+        trainer.optimizer, 0.005, total_steps=TOTAL, sync_every=T, spread=0.3, warmup_steps=8
+    )
+    states = torch.load(io.BytesIO(saved), weights_only=True)
+    parts: list[Any] = [(trainer.optimizer, states[1]), (lower, states[2])]
+    for part, state in parts if optimizer_first else reversed(parts):
+        part.load_state_dict(state)
+    return lower.get_base_lr()
+
+
+@pytest.mark.parametrize("cut", [6, 14])
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_run_resumes_with_a_lower_rate(
+    processes: Processes, cut: int, optimizer_first: bool
+) -> None:
+    """As the error about lost replicas advises; before and after the hand-over, in any order."""
+    (saved, _), *_ = processes(2, save_and_go_on, cut, "adamw", {})
+    same = processes(2, resume_and_tell, saved)[0][1]
+    for rates in processes(2, resume_lower, saved, optimizer_first):
+        assert rates == pytest.approx([rate / 10 for rate in same], rel=1e-9)
+
+
+def test_a_run_that_overran_resumes_longer_at_its_own_step() -> None:
+    scheduler = _single(10, on_overrun="extend")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(15):
+            scheduler.step(1.0)
+    longer, plain = _single(30), _single(30)
+    longer.load_state_dict(scheduler.state_dict())
+    for _ in range(15):
+        plain.step(1.0)
+    assert longer.get_last_lr() == plain.get_last_lr()
+
+
 def lengthen(rank: int, saved: bytes, total: int) -> list[float]:
     trainer = Trainer(rank, total_steps=total, temperature=1e9).load(saved)
     trainer.train(range(14, total))
@@ -273,6 +333,7 @@ def test_a_run_goes_on_from_a_plain_one_cycle_state(processes: Processes) -> Non
             "`state_dict` must come from hdet or from a torch LRScheduler, got the keys",
         ),
         ({"hdet": 99}, "`state_dict` must have version 1, got 99."),
+        ({"hdet": 1}, "`state_dict` must be complete, got one without 'base'."),
     ],
 )
 def test_a_foreign_state_is_refused(state: dict[str, Any], words: str) -> None:
@@ -521,7 +582,11 @@ def average_two_of_three(rank: int) -> list[float]:
     model = nn.ParameterList([torch.zeros(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = hdet.HDET(
-        LambdaLR(optimizer, lambda _: 1.0), model=model, sync_every=1, controller=None
+        LambdaLR(optimizer, lambda _: 1.0),
+        model=model,
+        sync_every=1,
+        controller=None,
+        gradients="local",
     )
     model[0].data.fill_([1.0, math.nan, 3.0][rank])
     optimizer.step()
@@ -569,3 +634,115 @@ def test_the_scheduler_keeps_copies_of_what_it_saves() -> None:
     for _ in range(7):
         scheduler.step(1.0)
     assert state == kept
+
+
+def test_a_state_of_another_schedule_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    other = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0))
+    with pytest.raises(ValueError, match="must be of a LambdaLR, got that of a OneCycleLR"):
+        other.load_state_dict(_single(10).state_dict())
+
+
+def test_one_hdet_around_another_is_refused() -> None:
+    with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler"):
+        hdet.HDET(_single(10))
+
+
+def test_a_run_longer_than_its_base_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"at most that of the base schedule \(10\), got 13"):
+        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), total_steps=13)
+
+
+def test_a_scheduler_that_is_gone_writes_nothing() -> None:
+    scheduler = _single(10)
+    optimizer = scheduler.optimizer
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
+    del scheduler
+    gc.collect()
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_group_that_came_later_is_pointed_out() -> None:
+    scheduler = _single(10)
+    scheduler.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="must keep its 1 parameter groups, got 2"):
+        scheduler.load_state_dict(scheduler.state_dict())
+
+
+def test_an_empty_group_is_no_obstacle() -> None:
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [nn.Parameter(torch.ones(1))]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.last_epoch == 4
+
+
+def differ_unannounced(rank: int) -> bool:
+    """Replicas that differ without hdet's doing still have a consensus."""
+    trainer = Trainer(rank, spread=0.0, auto_lr=False).train(range(2))
+    hdet.perturb_(trainer.model)
+    own = trainer.weights()
+    with trainer.scheduler.consensus():
+        inside = trainer.weights()
+    return not torch.equal(own, inside) and torch.equal(own, trainer.weights())
+
+
+def test_the_consensus_does_not_trust_a_flag(processes: Processes) -> None:
+    assert processes(2, differ_unannounced) == [True, True]
+
+
+class Nudge:
+    """A controller of a user's own: any object with the three members will do."""
+
+    warmup_steps = 0
+
+    def weigh(self, losses: Sequence[float]) -> list[float]:
+        return [1 / len(losses)] * len(losses)
+
+    def update(self, state: ScaleState, evidence: Evidence) -> Move:
+        return Move(state._replace(scale=state.scale * 1.5), 0.0, "up", "because")
+
+
+def own_controller(rank: int) -> float:
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), sync_every=1, controller=Nudge())
+    optimizer.step()
+    scheduler.step(1.0)
+    return scheduler.get_base_lr()[0]
+
+
+def test_a_controller_may_be_the_users_own(processes: Processes) -> None:
+    assert processes(2, own_controller) == pytest.approx([0.15, 0.15])
+
+
+def test_past_a_held_end_no_loss_is_asked_for(processes: Processes) -> None:
+    processes(2, go_past_in_silence)
+
+
+def go_past_in_silence(rank: int) -> None:
+    trainer = Trainer(rank).train(range(TOTAL))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2 * T):
+            trainer.scheduler.step()
+
+
+def train_without_ddp(rank: int) -> None:
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="`model` is not wrapped in DistributedDataParallel"):
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+
+
+def test_shared_gradients_without_ddp_are_pointed_out(processes: Processes) -> None:
+    processes(2, train_without_ddp)

@@ -129,7 +129,7 @@ def test_a_plateau_is_judged_by_the_mean_loss_of_all_replicas(processes: Process
 
 
 def test_a_base_that_is_no_schedule_is_refused() -> None:
-    with pytest.raises(TypeError, match="`base` must be a torch LRScheduler, got 'cosine'"):
+    with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler, got 'cosine'"):
         hdet.HDET("cosine")  # type: ignore[arg-type]
 
 

@@ -6,22 +6,28 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet import knobs
+from hdet.steering import Cycle
 
 
 class Base:
     """A torch schedule, and the learning rates and momenta it has last computed."""
 
     def __init__(self, schedule: LRScheduler) -> None:
-        if not isinstance(schedule, LRScheduler):
-            raise TypeError(f"`base` must be a torch LRScheduler, got {schedule!r}.")
+        if not isinstance(schedule, LRScheduler) or hasattr(schedule, "consensus"):
+            raise TypeError(f"`base` must be a plain torch LRScheduler, got {schedule!r}.")
         self.schedule = schedule
         self.optimizer = schedule.optimizer
         self.names = knobs.group_names(self.optimizer)
         knobs.use_plain_floats(schedule)
-        self.floors: list[float] | None = None
-        """Where OneCycleLR ends; none for other schedules."""
+        self.cycle: Cycle | None = None
+        """Where OneCycleLR peaks and ends; none for other schedules."""
         if isinstance(schedule, OneCycleLR):
-            self.floors = [float(group["min_lr"]) for group in self.optimizer.param_groups]
+            groups = self.optimizer.param_groups
+            self.cycle = Cycle(
+                [float(group["max_lr"]) for group in groups],
+                [float(group["min_lr"]) for group in groups],
+            )
+        self._entries = knobs.schedule_entries(self.optimizer)
         self._read()
 
     @property
@@ -51,29 +57,38 @@ class Base:
         self._read()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"schedule": copy.deepcopy(self.schedule.state_dict()), "momenta": self.momenta}
+        return {
+            "kind": type(self.schedule).__name__,
+            "schedule": copy.deepcopy(self.schedule.state_dict()),
+            "momenta": self.momenta,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        plain = state["schedule"]
+    def restore_entries(self) -> None:
+        """What the schedule keeps in the optimizer's groups, after a checkpoint replaced them."""
+        knobs.write_schedule_entries(self.optimizer, self._entries)
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go on from a saved state; the run is at `step`."""
+        self.restore_entries()
         if isinstance(self.schedule, OneCycleLR):
-            # Only the clock is taken over: the length of the run is what it is set to now. One
+            # Only the clock is taken over: rates and length are what the run is set to now. One
             # step from the step before has the closed form compute everything else.
-            last = min(int(plain["last_epoch"]), self.schedule.total_steps)
+            last = min(step, self.schedule.total_steps)
             self.schedule.last_epoch = last - 1
             # A count of 1 would make torch look for an optimizer step that was made long ago.
             self.schedule._step_count = 0
             self.advance()
             self.schedule._step_count = last + 1
             return
-        self.schedule.load_state_dict(plain)
+        self.schedule.load_state_dict(state["schedule"])
         knobs.use_plain_floats(self.schedule)
         self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
         self.momenta = state["momenta"]
 
     def _read(self) -> None:
         self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
-        if self.floors is not None:
+        if self.cycle is not None:
             # One step past its last phase a linear OneCycleLR is extrapolated below zero.
-            pairs = zip(self.lrs, self.floors, strict=True)
+            pairs = zip(self.lrs, self.cycle.floors, strict=True)
             self.lrs = [lr if lr > 0 else floor for lr, floor in pairs]
         self.momenta = knobs.read_momenta(self.schedule)

@@ -43,6 +43,7 @@ class Buckets:
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
         self._plans: dict[tuple[tuple[int, int], ...], list[Bucket]] = {}
+        self._in_use: set[tuple[tuple[int, int], ...]] = set()
         self._scratch: dict[torch.device, Tensor] = {}
 
     def of(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Bucket]:
@@ -50,7 +51,11 @@ class Buckets:
         # Addresses, not identities: `parameter.data = ...` moves a tensor under its name.
         key = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
         if key not in self._plans:
+            # A plan keeps its tensors alive: forget those that nobody has asked for of late.
+            self._plans = {k: plan for k, plan in self._plans.items() if k in self._in_use}
+            self._in_use.clear()
             self._plans[key] = self._cut(tensors, device)
+        self._in_use.add(key)
         return self._plans[key]
 
     def _cut(self, tensors: Sequence[Tensor], device: torch.device | None) -> list[Bucket]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
-from hdet.validation import check_finite, check_integer, check_range
+from hdet.validation import check_integer, check_positive, check_range
 
 # One sync may halve or double the scale, no more. The paper's update has no such bound: where the
 # decay is faster than the velocity forgets (1 - gamma < beta), an old velocity carries the
@@ -56,7 +56,7 @@ class Controller(Protocol):
         """Steps before the first sync that may move the scale."""
 
     def weigh(self, losses: Sequence[float]) -> list[float]:
-        """How much each replica's experience counts."""
+        """How much each replica's experience counts; for the record."""
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
         """The new state of one knob, and why."""
@@ -99,6 +99,12 @@ def decay_rate(start: float, floor: float, num_cycles: int) -> float:
     return 1 - math.pow(floor / start, 1 / num_cycles)
 
 
+def coast(state: ScaleState, reason: str) -> Move:
+    """A cycle without evidence: the decay goes on, and nothing else."""
+    scale = max(state.scale * (1 - state.decay), min(state.floor, state.scale))
+    return Move(state._replace(scale=scale), 0.0, "stay", reason)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperController:
     """Auto-LR exactly as the paper defines it, with the sign of eq. 8 put right."""
@@ -114,9 +120,9 @@ class PaperController:
 
     def __post_init__(self) -> None:
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
-        check_range("momentum", self.momentum, "[0, 1)", 0 <= self.momentum < 1)
-        check_finite("temperature", self.temperature, above=0)
-        check_finite("step_size", self.step_size, above=0)
+        check_range("momentum", self.momentum, least=0, below=1)
+        check_positive("temperature", self.temperature)
+        check_positive("step_size", self.step_size)
 
     def weigh(self, losses: Sequence[float]) -> list[float]:
         """The weight of each replica that is fit (paper, eq. 4)."""

@@ -4,10 +4,11 @@ A bad argument on one replica, or two replicas that disagree, is an error on all
 is left waiting for a replica that has already gone.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, NoReturn
 
 from hdet.controller import Controller
+from hdet.parameters import Parameters
 from hdet.replicas import Replicas
 from hdet.validation import check_choice, check_integer, check_range
 
@@ -30,14 +31,14 @@ class Settings:
     seed: int
 
     def __post_init__(self) -> None:
-        number = isinstance(self.spread, (int, float)) and not isinstance(self.spread, bool)
-        check_range("spread", self.spread, "[0, 1)", number and 0 <= self.spread < 1)
+        check_range("spread", self.spread, least=0, below=1)
         check_integer("sync_every", self.sync_every, at_least=1)
         check_integer("seed", self.seed, at_least=0)
         check_choice("gradients", self.gradients, GRADIENTS)
         check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         check_choice("on_overrun", self.on_overrun, OVERRUNS)
-        if self.controller is not None and not hasattr(self.controller, "update"):
+        is_one = hasattr(self.controller, "update") and not isinstance(self.controller, type)
+        if self.controller is not None and not is_one:
             raise TypeError(
                 "`controller` must be a controller such as hdet.PaperController() or None, "
                 f"got {self.controller!r}."
@@ -56,23 +57,36 @@ class Description:
     """What one replica says of itself at the door."""
 
     settings: dict[str, Any]
-    parameters: dict[str, tuple[tuple[int, ...], str, tuple[int, ...], int]]
+    parameters: dict[str, tuple[tuple[int, ...], str, tuple[int, ...], int | None]]
     perturbed: bool
 
 
-def describe(settings: Settings, schedule: dict[str, Any], parameters: Any) -> Description:
+def describe(settings: Settings, schedule: dict[str, Any], parameters: Parameters) -> Description:
     return Description(
-        settings={**asdict(settings), **schedule},
+        settings={**plain(settings), **schedule},
         parameters=parameters.describe(),
-        perturbed=parameters.is_perturbed(),
+        perturbed=parameters.are_perturbed(),
     )
 
 
-def agree(replicas: Replicas, mine: Description | Exception) -> bool:
+def plain(settings: Settings) -> dict[str, Any]:
+    """The settings as data that can be compared and written down."""
+    entries = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    controller = settings.controller
+    if controller is not None:
+        own = asdict(controller) if is_dataclass(controller) else vars(controller)
+        entries["controller"] = {"kind": type(controller).__name__, **own}
+    return entries
+
+
+def refuse(replicas: Replicas, problem: Exception) -> NoReturn:
+    """This replica cannot start: tell the others, so that nobody waits for it."""
+    replicas.gather_objects(f"{type(problem).__name__}: {problem}")
+    raise problem
+
+
+def agree(replicas: Replicas, mine: Description) -> bool:
     """Raise on all replicas if one of them has a problem or differs; whether weights differ."""
-    if isinstance(mine, Exception):
-        replicas.gather_objects(f"{type(mine).__name__}: {mine}")
-        raise mine
     everyone = replicas.gather_objects(mine)
     for replica, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -88,17 +102,23 @@ def agree(replicas: Replicas, mine: Description | Exception) -> bool:
         if difference or (weights and not on_purpose):
             raise ValueError(f"replicas must be alike: {difference or weights}")
         weights_differ |= weights is not None
-    return weights_differ
+    return weights_differ or (on_purpose and replicas.size > 1)
 
 
-def _different_settings(first: dict[str, Any], other: dict[str, Any], replica: int) -> str | None:
-    for key in [*first, *other]:
-        if first.get(key) != other.get(key):
-            return (
-                f"`{key}` is {first.get(key)!r} on replica 0 "
-                f"and {other.get(key)!r} on replica {replica}."
-            )
-    return None
+def _different_settings(first: Any, other: Any, replica: int, name: str = "") -> str | None:
+    """The first entry in which two settings differ, however deep it lies."""
+    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+        first, other = dict(enumerate(first)), dict(enumerate(other))
+    if isinstance(first, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*first, *other]):
+            inner = f"{name}.{key}" if name else f"{key}"
+            found = _different_settings(first.get(key), other.get(key), replica, inner)
+            if found:
+                return found
+        return None
+    if first == other:
+        return None
+    return f"`{name}` is {first!r} on replica 0 and {other!r} on replica {replica}."
 
 
 def _different_parameters(first: dict[str, Any], other: dict[str, Any], replica: int) -> str | None:
@@ -114,7 +134,7 @@ def _different_parameters(first: dict[str, Any], other: dict[str, Any], replica:
     return None
 
 
-def _shape(entry: tuple[tuple[int, ...], str, tuple[int, ...], int]) -> str:
+def _shape(entry: tuple[tuple[int, ...], str, tuple[int, ...], int | None]) -> str:
     return f"{entry[0]} {entry[1]} with strides {entry[2]}"
 
 

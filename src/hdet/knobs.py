@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+# What OneCycleLR and others keep in the groups of an optimizer beside the learning rate.
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
 
 def group_names(optimizer: Optimizer) -> list[str]:
     """A name for every parameter group: its own `group["name"]`, or its place."""
@@ -24,11 +27,12 @@ def use_plain_floats(base: LRScheduler) -> None:
     Arithmetic on a tensor learning rate would make the host wait for the device at every step.
     """
     for group in base.optimizer.param_groups:
-        for key in ("initial_lr", "max_lr", "min_lr"):
+        for key in SCHEDULE_KEYS:
             if isinstance(group.get(key), Tensor):
                 group[key] = float(group[key])
-    if hasattr(base, "base_lrs"):
-        base.base_lrs = [float(lr) for lr in base.base_lrs]
+    for attribute in ("base_lrs", "_last_lr"):
+        if hasattr(base, attribute):
+            setattr(base, attribute, [float(lr) for lr in getattr(base, attribute)])
     for inner in getattr(base, "_schedulers", []):
         use_plain_floats(inner)
 
@@ -51,7 +55,19 @@ def fan_out_undone(optimizer: Optimizer, base_lrs: Sequence[float]) -> Iterator[
             group["lr"] = lr
 
 
+def schedule_entries(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What a schedule has put into each group: its own settings, not those of a checkpoint."""
+    return [{k: g[k] for k in SCHEDULE_KEYS if k in g} for g in optimizer.param_groups]
+
+
+def write_schedule_entries(optimizer: Optimizer, entries: Sequence[dict[str, Any]]) -> None:
+    _check_groups(optimizer, len(entries))
+    for group, entry in zip(optimizer.param_groups, entries, strict=True):
+        group.update(entry)
+
+
 def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
+    _check_groups(optimizer, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -72,6 +88,14 @@ def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None
             group["betas"] = (momentum, *group["betas"][1:])
         else:
             group["momentum"] = momentum
+
+
+def _check_groups(optimizer: Optimizer, num: int) -> None:
+    if len(optimizer.param_groups) != num:
+        raise ValueError(
+            f"`optimizer` must keep its {num} parameter groups, "
+            f"got {len(optimizer.param_groups)}: add groups before hdet."
+        )
 
 
 def _momentum(group: dict[str, Any]) -> Any:

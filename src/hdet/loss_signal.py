@@ -25,6 +25,8 @@ class LossSignal:
         """One loss for each local replica. No value is read back: the device never waits."""
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"`weight` must be a finite number above 0, got {weight!r}.")
+        if not isinstance(loss, (Tensor, int, float)):
+            raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
         values = torch.as_tensor(loss).detach()
         if values.numel() != self._num_local:
             raise ValueError(

@@ -1,11 +1,10 @@
 """OneCycleHDET: the drop-in for torch's OneCycleLR, and the paper's auto-LR as it is printed."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -14,8 +13,8 @@ from hdet.controller import PaperController
 from hdet.door import Settings
 from hdet.replicas import Replicas
 from hdet.scheduler import HDET
-from hdet.steering import Steering
-from hdet.validation import check_finite
+from hdet.steering import Cycle
+from hdet.validation import check_flag, check_positive
 
 
 class OneCycleHDET(HDET):
@@ -60,6 +59,7 @@ class OneCycleHDET(HDET):
         seed: int = 0,
     ) -> None:
         def prepare() -> tuple[Base, Settings]:
+            check_flag("auto_lr", auto_lr)
             _check_rates(max_lr, div_factor, final_div_factor)
             base = Base(
                 _one_cycle(
@@ -103,8 +103,8 @@ class OneCycleHDET(HDET):
 
         self._open(prepare, model, replicas, record)
 
-    def _new_steering(self, floors: Sequence[float] | None = None) -> Steering:
-        return super()._new_steering(self._base.floors if floors is None else floors)
+    def _taken_over(self) -> Cycle | None:
+        return self._base.cycle
 
 
 def _one_cycle(*arguments: Any) -> OneCycleLR:
@@ -121,6 +121,6 @@ def _one_cycle(*arguments: Any) -> OneCycleLR:
 
 def _check_rates(max_lr: Any, div_factor: Any, final_div_factor: Any) -> None:
     for lr in max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]:
-        check_finite("max_lr", float(lr), above=0)
-    check_finite("div_factor", div_factor, above=0)
-    check_finite("final_div_factor", final_div_factor, above=0)
+        check_positive("max_lr", float(lr) if isinstance(lr, Tensor) else lr)
+    check_positive("div_factor", div_factor)
+    check_positive("final_div_factor", final_div_factor)

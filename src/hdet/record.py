@@ -78,9 +78,11 @@ class Stopwatch:
         else:
             self._marks.append(time.perf_counter())
 
-    def seconds(self) -> float | None:
+    def seconds(self, *, wait: bool = False) -> float | None:
         """The time between the two marks; none while the device is still busy with it."""
         start, stop = self._marks
+        if self._on_cuda and wait:
+            stop.synchronize()
         if not self._on_cuda:
             return float(stop - start)
         return float(start.elapsed_time(stop)) / 1000 if stop.query() else None
@@ -93,23 +95,26 @@ class Recorder:
         self.path = Path(run) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("a").close()  # a path that cannot be written is an error now, not later
+        self._failed = False
         self._waiting: deque[tuple[dict[str, Any], Stopwatch | None]] = deque()
 
     def start(self, settings: dict[str, Any]) -> None:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         self.write({"event": "run", "settings": settings, "versions": versions})
 
-    def write(self, line: dict[str, Any], converge: Stopwatch | None = None) -> None:
+    def write(
+        self, line: dict[str, Any], converge: Stopwatch | None = None, *, wait: bool = False
+    ) -> None:
         """Queue a line; it is written as soon as the time of its converge is known."""
         self._waiting.append((line, converge))
-        self.flush()
+        self.flush(wait=wait)
 
-    def flush(self) -> None:
-        """Write the lines that are ready, in order. Cheap, and the host waits for nothing."""
+    def flush(self, *, wait: bool = False) -> None:
+        """Write the lines that are ready, in order; the host waits for the device if told to."""
         while self._waiting:
             line, converge = self._waiting[0]
             if converge is not None:
-                seconds = converge.seconds()
+                seconds = converge.seconds(wait=wait)
                 if seconds is None:
                     return
                 line = {**line, "converge": {**line["converge"], "seconds": seconds}}
@@ -117,10 +122,13 @@ class Recorder:
             self._append(json.dumps(_plain({"schema": SCHEMA, **line}), allow_nan=False))
 
     def _append(self, text: str) -> None:
+        if self._failed:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
         except OSError as error:
+            self._failed = True
             warnings.warn(f"the record {self.path} ends here: {error}", stacklevel=2)
 
 

@@ -1,5 +1,6 @@
 """The Replicas protocol, and replicas as processes: the only file that knows torch.distributed."""
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hdet.buckets import SLOTS, Bucket, Buckets
 from hdet.validation import check_integer
+
+Rows = Sequence[Sequence[Tensor]]
+"""One row of tensors for each replica of this process."""
 
 
 class Replicas(Protocol):
@@ -25,22 +30,28 @@ class Replicas(Protocol):
     def local(self) -> range:
         """Those that live in this process."""
 
+    def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
+        """The module of each local replica, given what the user calls the model."""
+
+    def optimizers(self, optimizer: Optimizer) -> Sequence[Optimizer]:
+        """The optimizer of each local replica, given what the user calls the optimizer."""
+
     def gather(self, rows: Tensor) -> Tensor:
         """One row for each local replica -> one row for each replica, in their order."""
 
     def gather_objects(self, description: Any) -> list[Any]:
         """One picklable description from each process, in their order; for set-up only."""
 
-    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+    def are_finite(self, rows: Rows) -> Tensor:
         """For each local replica whether all its elements are finite, on the device."""
 
-    def average_(self, tensors: Sequence[Tensor], fit: Sequence[int]) -> int:
+    def average_(self, rows: Rows, fit: Sequence[int]) -> int:
         """All replicas take the mean over those that are fit; the bytes that were reduced."""
 
-    def maximum_(self, tensors: Sequence[Tensor]) -> int:
+    def maximum_(self, rows: Rows) -> int:
         """All replicas take the maximum over all of them; the bytes that were reduced."""
 
-    def copy_(self, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> int:
+    def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         """The targets take the source's values; the bytes that were sent."""
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
@@ -53,22 +64,28 @@ class OneReplica:
     size = 1
     local = range(1)
 
+    def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
+        return [model]
+
+    def optimizers(self, optimizer: Optimizer) -> Sequence[Optimizer]:
+        return [optimizer]
+
     def gather(self, rows: Tensor) -> Tensor:
         return rows
 
     def gather_objects(self, description: Any) -> list[Any]:
         return [description]
 
-    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+    def are_finite(self, rows: Rows) -> Tensor:
         return torch.ones(1, dtype=torch.bool)
 
-    def average_(self, tensors: Sequence[Tensor], fit: Sequence[int]) -> int:
+    def average_(self, rows: Rows, fit: Sequence[int]) -> int:
         return 0
 
-    def maximum_(self, tensors: Sequence[Tensor]) -> int:
+    def maximum_(self, rows: Rows) -> int:
         return 0
 
-    def copy_(self, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> int:
+    def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         return 0
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
@@ -87,7 +104,6 @@ class ProcessReplicas:
         *,
         bucket_bytes: int = 64 << 20,
     ) -> None:
-        check_integer("bucket_bytes", bucket_bytes, at_least=1024)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "`ProcessReplicas` needs a process group: call "
@@ -103,14 +119,24 @@ class ProcessReplicas:
         if dist.get_rank(process_group) < 0:
             raise ValueError("`process_group` must contain this process, got a group without it.")
         # A group of our own: the converge never races the collectives of the user's.
+        ranks = dist.get_process_group_ranks(process_group)
+        # For a part of the world only its members take part. Torch then names the new group by
+        # the number of groups a process is in, which must be the same for all members.
         self._group = dist.new_group(
-            dist.get_process_group_ranks(process_group), use_local_synchronization=True
+            ranks, use_local_synchronization=len(ranks) < dist.get_world_size()
         )
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self.local = range(here, here + 1)
         self._devices = _device_types(self._group)
+        self._check_alike(bucket_bytes)
         self._buckets = Buckets(bucket_bytes)
+
+    def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
+        return [model]
+
+    def optimizers(self, optimizer: Optimizer) -> Sequence[Optimizer]:
+        return [optimizer]
 
     def gather(self, rows: Tensor) -> Tensor:
         if rows.device.type not in self._devices:
@@ -124,16 +150,16 @@ class ProcessReplicas:
         dist.all_gather_object(everyone, description, group=self._group)
         return everyone
 
-    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+    def are_finite(self, rows: Rows) -> Tensor:
         # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
         # is. Weights so large that their sum overflows count as not finite: they are lost anyway.
-        sums = [bucket.load().sum() for bucket in self._cut(tensors)]
+        sums = [bucket.load().sum() for bucket in self._cut(rows[0])]
         if not sums:
             return torch.ones(1, dtype=torch.bool)
         totals = [total.to(device=sums[0].device, dtype=torch.float64) for total in sums]
         return torch.stack(totals).isfinite().all()[None]
 
-    def average_(self, tensors: Sequence[Tensor], fit: Sequence[int]) -> int:
+    def average_(self, rows: Rows, fit: Sequence[int]) -> int:
         included = self.local[0] in fit
 
         def fill(bucket: Bucket) -> None:
@@ -145,15 +171,15 @@ class ProcessReplicas:
             bucket.wire.div_(len(fit))
             bucket.store()
 
-        return self._reduce(tensors, dist.ReduceOp.SUM, fill, empty)
+        return self._reduce(rows[0], dist.ReduceOp.SUM, fill, empty)
 
-    def maximum_(self, tensors: Sequence[Tensor]) -> int:
-        return self._reduce(tensors, dist.ReduceOp.MAX, Bucket.load, Bucket.store)
+    def maximum_(self, rows: Rows) -> int:
+        return self._reduce(rows[0], dist.ReduceOp.MAX, Bucket.load, Bucket.store)
 
-    def copy_(self, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> int:
+    def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         here = self.local[0]
         sent = 0
-        for bucket in self._cut(tensors):
+        for bucket in self._cut(rows[0]):
             wire = bucket.load()
             if here != source and here not in targets:
                 wire = torch.empty_like(wire)  # everyone takes part, only the targets write
@@ -164,10 +190,33 @@ class ProcessReplicas:
         return sent
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
-                module.require_backward_grad_sync = shared
+        wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        for module in wrapped:
+            # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
+            module.require_backward_grad_sync = shared
+        # By name: importing FSDP only to ask would change the program's warning filters.
+        kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+        if shared and self.size > 1 and not wrapped and "FSDPModule" not in kinds:
+            warnings.warn(
+                "gradients='shared' but `model` is not wrapped in DistributedDataParallel: every "
+                "replica steps with its own gradients, unless your loop averages them.",
+                stacklevel=5,
+            )
+
+    def _check_alike(self, bucket_bytes: Any) -> None:
+        """Replicas must cut their buckets alike; one that cannot start tells the others."""
+        problem = None
+        try:
+            check_integer("bucket_bytes", bucket_bytes, at_least=1024)
+        except (TypeError, ValueError) as error:
+            problem = error
+        everyone = self.gather_objects(bucket_bytes)
+        if problem is not None:
+            raise problem
+        if len(set(everyone)) > 1:
+            raise ValueError(
+                f"`bucket_bytes` must be the same on all replicas, got {everyone} in their order."
+            )
 
     def _reduce(self, tensors: Sequence[Tensor], op: Any, fill: Any, empty: Any) -> int:
         """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
@@ -204,9 +253,14 @@ class ProcessReplicas:
 
 def default_replicas() -> Replicas:
     """The processes of the default group; without one, a single replica."""
+    return ProcessReplicas() if local_replicas() is not OneReplica.local else OneReplica()
+
+
+def local_replicas() -> range:
+    """The replicas of this process in `default_replicas()`, without asking anyone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessReplicas()
-    return OneReplica()
+        return range(dist.get_rank(), dist.get_rank() + 1)
+    return OneReplica.local
 
 
 def _device_types(group: dist.ProcessGroup) -> list[str]:

@@ -1,12 +1,13 @@
 """What replicas tell each other before a converge: one row each, and one host sync for all."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdet.loss_signal import LossSignal
-from hdet.parameters import Parameters
+from hdet.parameters import Agreed, Parameters
 from hdet.replicas import Replicas
 
 
@@ -17,12 +18,10 @@ class RollCall(NamedTuple):
     """Mean loss since the last converge; none where no loss was observed."""
     num_observed: list[int]
     finite: list[bool]
-    agreed: str
-    """The parameters that are equal on all replicas: "all", "still" or "nothing"."""
+    agreed: Agreed
+    """What is known to be equal on all replicas, bit for bit."""
     states_match: bool
     """Whether the optimizer states have the same size everywhere, so that they can be averaged."""
-    states_agree: bool
-    """Whether they are known to be equal everywhere."""
 
     def require_losses(self, step: int) -> None:
         silent = [replica for replica, loss in enumerate(self.losses) if loss is None]
@@ -39,35 +38,47 @@ def roll_call(
     signal: LossSignal,
     *,
     step: int,
-    compare: str,
-    with_state: bool,
+    compare: Sequence[str],
 ) -> RollCall:
-    """Gather one row from every replica. `compare` is the part that may be equal on all of them."""
-    rows = signal.rows()
-    device = rows.device
+    """Gather one row from every replica. `compare` names the parts that may be equal on all."""
+    rows = signal.rows().double()
+    with_state = "state" in compare
 
     def column(value: Tensor) -> Tensor:
-        return value.to(device=device, dtype=torch.float64).expand(len(replicas.local))
+        return value.to(device=rows.device, dtype=torch.float64)
 
+    sizes = parameters.state_numels() if with_state else [0] * len(rows)
     columns = [
-        column(torch.tensor(step)),
+        # Filled on the device: a copy from the host would make it wait.
+        rows.new_full((len(rows),), step),
         column(parameters.are_finite(with_state=with_state)),
-        column(torch.tensor(parameters.state_numel() if with_state else 0)),
+        column(parameters.num_bad_buffers()),
+        torch.stack([rows.new_full((), size) for size in sizes]),
     ]
-    for part in (compare, "state" if with_state else "nothing"):
+    prints = {part: parameters.fingerprints(part) for part in compare}
+    for values in prints.values():
         # A float64 holds 53 bits: the 64 of a fingerprint travel in two columns.
-        value = parameters.fingerprint(part)
-        columns += [column(value >> 32), column(value & 0xFFFFFFFF)]
-    table = replicas.gather(torch.column_stack([rows.double(), *columns])).tolist()
+        columns += [column(values >> 32), column(values & 0xFFFFFFFF)]
+    table = replicas.gather(torch.column_stack([rows, *columns])).tolist()
     _check_steps([int(row[2]) for row in table])
+    least_bad = min(row[4] for row in table)
     return RollCall(
         losses=[row[0] if row[1] else None for row in table],
         num_observed=[int(row[1]) for row in table],
-        finite=[bool(row[3]) for row in table],
-        agreed=compare if len({tuple(row[5:7]) for row in table}) == 1 else "nothing",
-        states_match=len({row[4] for row in table}) == 1,
-        states_agree=with_state and len({tuple(row[7:9]) for row in table}) == 1,
+        finite=[bool(row[3]) and row[4] == least_bad for row in table],
+        agreed=_compare([row[6:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
+        states_match=len({row[5] for row in table}) == 1,
     )
+
+
+def _compare(table: list[list[float]], sizes: dict[str, int]) -> Agreed:
+    """Where all rows are alike: for each part its high words, then its low words."""
+    alike = [len(set(column)) == 1 for column in zip(*table, strict=True)]
+    agreed = {}
+    for part, size in sizes.items():
+        high, low, alike = alike[:size], alike[size : 2 * size], alike[2 * size :]
+        agreed[part] = [a and b for a, b in zip(high, low, strict=True)]
+    return agreed
 
 
 def _check_steps(steps: list[int]) -> None:

@@ -7,9 +7,9 @@ group["lr"] is written, never read.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -21,15 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hdet import knobs
 from hdet.base import Base
+from hdet.body import PARTS
 from hdet.controller import Controller, PaperController
-from hdet.door import Settings, agree, describe
+from hdet.door import Settings, agree, describe, plain, refuse
 from hdet.guard import Triage, triage
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.steering import Steering
+from hdet.steering import Cycle, Steering
 
 STATE_VERSION = 1
 
@@ -119,16 +120,15 @@ class HDET(LRScheduler):
         if self._replicas.size == 1:
             return
         stopwatch = Stopwatch(self._device())
-        call = self._roll_call(compare="all", with_state=True)
+        call = self._roll_call(*PARTS)
         verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
-        num_bytes = self._parameters.converge_(verdict.fit, agreed=call.agreed)
-        if call.states_match and not call.states_agree:
-            num_bytes += self._parameters.converge_state_(verdict.fit)
-        elif not call.states_match:
+        parts = PARTS if call.states_match else PARTS[:-1]
+        num_bytes = self._parameters.converge_(verdict.fit, parts, call.agreed)
+        if verdict.excluded and not call.states_match:
             num_bytes += self._reseed(verdict)
         stopwatch.mark()
         self._begin_anew(cut_short=True)
-        self._write_record(converge_line(self.last_epoch, verdict, num_bytes), stopwatch)
+        self._write_record(converge_line(self.last_epoch, verdict, num_bytes), stopwatch, wait=True)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -139,12 +139,10 @@ class HDET(LRScheduler):
         run resumes bit for bit, call `converge()` instead. All replicas must enter it.
         """
         self._refuse_while_visiting("consensus()")
-        if not self._diverged:
-            yield
-            return
-        call = self._roll_call(compare="nothing", with_state=False)
+        weights = PARTS[:-1]
+        call = self._roll_call(*weights)
         verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
-        with self._parameters.visit(verdict.fit):
+        with self._parameters.visit(verdict.fit, weights, call.agreed):
             self._visiting = True
             try:
                 yield
@@ -154,8 +152,11 @@ class HDET(LRScheduler):
     # What it is set to ---------------------------------------------------------------------
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates of this replica, one for each group."""
-        return list(self._lrs)
+        """The learning rates of this replica, one for each group.
+
+        Where several replicas live in this process, those in the centre of their spread.
+        """
+        return list(self._lrs[0]) if len(self._lrs) == 1 else self.get_base_lr()
 
     def get_lr(self) -> list[Any]:
         return self.get_last_lr()
@@ -189,7 +190,7 @@ class HDET(LRScheduler):
         if "hdet" not in state:
             state = self._adopt(state)
         self._check_state(state)
-        self._base.load_state_dict(state["base"])
+        self._base.load_state_dict(state["base"], state["step"])
         self._steering.load_state_dict(state)
         self.last_epoch = state["step"]
         if any(state[key] != value for key, value in self._length().items()):
@@ -213,7 +214,7 @@ class HDET(LRScheduler):
             "hdet": STATE_VERSION,
             "step": 0 if self._base.wants_metric else max(plain["last_epoch"], 0),
             **self._length(),
-            "base": {"schedule": plain, "momenta": self._base.momenta},
+            "base": {**self._base.state_dict(), "schedule": plain},
             **self._new_steering().state_dict(),
         }
 
@@ -228,6 +229,14 @@ class HDET(LRScheduler):
         if state["hdet"] != STATE_VERSION:
             raise ValueError(
                 f"`state_dict` must have version {STATE_VERSION}, got {state['hdet']!r}."
+            )
+        missing = sorted({"step", "base", "knobs", "cycle", "started", "closed"} - state.keys())
+        if missing:
+            raise ValueError(f"`state_dict` must be complete, got one without {missing[0]!r}.")
+        if state["base"]["kind"] != type(self._base.schedule).__name__:
+            raise ValueError(
+                f"`state_dict` must be of a {type(self._base.schedule).__name__}, "
+                f"got that of a {state['base']['kind']}."
             )
         names = [knob["name"] for knob in state["knobs"]]
         if names != self._base.names:
@@ -257,15 +266,15 @@ class HDET(LRScheduler):
             self.optimizer: Optimizer = self._base.optimizer
             self._check_together(model)
             self._parameters = Parameters(self.optimizer, model, self._replicas)
-            self._recorder = Recorder(record) if record and 0 in self._replicas.local else None
+            writes = record is not None and 0 in self._replicas.local
+            self._recorder = Recorder(record) if writes and record is not None else None
             mine = describe(self._settings, self._schedule(), self._parameters)
         except Exception as problem:
-            agree(self._replicas, problem)
-            raise
+            refuse(self._replicas, problem)
         self._diverged = agree(self._replicas, mine)
         if model is not None:
             self._replicas.share_gradients(model, self._settings.gradients == "shared")
-        self.base_lrs = list(self._base.lrs)
+        self._optimizers = self._replicas.optimizers(self.optimizer)
         self._signal = LossSignal(len(self._replicas.local))
         self._visiting = self._cut_short = False
         self._warned: set[str] = set()
@@ -274,12 +283,27 @@ class HDET(LRScheduler):
         self._steering.start_if_due(self.last_epoch, self._base.lrs)
         self._steering.fan_out()
         self._write()
-        # Whichever is loaded last, optimizer or scheduler: the learning rates are ours.
-        self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
+        self._guard_loading()
         if self._recorder is not None:
-            self._recorder.start({**asdict(self._settings), **self._schedule()})
+            self._recorder.start({**plain(self._settings), **self._schedule()})
 
-    def _new_steering(self, floors: Sequence[float] | None = None) -> Steering:
+    def _taken_over(self) -> Cycle | None:
+        """The schedule whose decay the controller takes over; in scale form none."""
+        return None
+
+    def _guard_loading(self) -> None:
+        """Whichever is loaded last, optimizer or scheduler: the learning rates are ours."""
+        weakly = weakref.ref(self)  # a hook must not outlive the scheduler it writes for
+
+        def write_again(_: Optimizer) -> None:
+            scheduler = weakly()
+            if scheduler is not None:
+                scheduler._base.restore_entries()
+                scheduler._write()
+
+        self.optimizer.register_load_state_dict_post_hook(write_again)
+
+    def _new_steering(self) -> Steering:
         return Steering(
             self._base.names,
             num_replicas=self._replicas.size,
@@ -288,7 +312,7 @@ class HDET(LRScheduler):
             seed=self._settings.seed,
             controller=self._settings.controller,
             total_steps=self._settings.total_steps,
-            floors=floors,
+            takes_over=self._taken_over(),
         )
 
     def _check_together(self, model: nn.Module | None) -> None:
@@ -299,7 +323,11 @@ class HDET(LRScheduler):
                 "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
                 "in its constructor, got 'reset'."
             )
-        total = self._settings.total_steps
+        total, limit = self._settings.total_steps, self._base.total_steps
+        if total is not None and limit is not None and total > limit:
+            raise ValueError(
+                f"`total_steps` must be at most that of the base schedule ({limit}), got {total}."
+            )
         if total is not None and self._settings.sync_every > total and self._replicas.size > 1:
             warnings.warn(
                 f"`sync_every` ({self._settings.sync_every}) is longer than the run ({total} "
@@ -310,20 +338,20 @@ class HDET(LRScheduler):
     def _schedule(self) -> dict[str, Any]:
         """What replicas must have in common beside the settings."""
         return {
-            "base": type(self._base.schedule).__name__,
             "optimizer": type(self.optimizer).__name__,
-            "groups": self._base.names,
-            "learning_rates": self._base.lrs,
+            "learning_rates": dict(zip(self._base.names, self._base.lrs, strict=True)),
+            "groups": self._parameters.describe_groups(),
+            "base": self._base.state_dict(),
         }
 
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
         stopwatch = Stopwatch(self._device())
-        call = self._roll_call(
-            compare="still" if self._steering.is_spread() else "all",
-            with_state=self._settings.optimizer_state == "average",
-        )
+        # Under a spread the parameters that train differ: no need to look.
+        moving = () if self._steering.is_spread() else ("moving",)
+        state = ("state",) if self._settings.optimizer_state == "average" else ()
+        call = self._roll_call(*moving, "still", "buffers", *state)
         self._check_losses(call)
         verdict, num_bytes = self._converge(call)
         stopwatch.mark()
@@ -344,16 +372,15 @@ class HDET(LRScheduler):
             self._steering.end(close=self._settings.on_overrun == "hold")
         self._begin_anew(cut_short=False)
         self._steering.fan_out()
-        self._write_record(line, stopwatch)
+        self._write_record(line, stopwatch, wait=self._is_over())
 
-    def _roll_call(self, *, compare: str, with_state: bool) -> RollCall:
+    def _roll_call(self, *compare: str) -> RollCall:
         return roll_call(
             self._replicas,
             self._parameters,
             self._signal,
             step=self.last_epoch,
             compare=compare,
-            with_state=with_state,
         )
 
     def _check_losses(self, call: RollCall) -> None:
@@ -372,14 +399,13 @@ class HDET(LRScheduler):
         if self._replicas.size == 1:
             return Triage((0,), {}), 0
         verdict = triage(call.losses, call.finite, step=self.last_epoch)
-        agreed = "nothing" if verdict.excluded else call.agreed
-        num_bytes = self._parameters.converge_(verdict.fit, agreed=agreed)
         policy = self._settings.optimizer_state
+        averages_state = policy == "average" and call.states_match
+        parts = PARTS if averages_state else PARTS[:-1]
+        num_bytes = self._parameters.converge_(verdict.fit, parts, call.agreed)
         if policy == "reset":
             self._parameters.reset_state_()
-        elif policy == "average" and call.states_match:
-            num_bytes += self._parameters.converge_state_(verdict.fit)
-        elif verdict.excluded:
+        elif verdict.excluded and not averages_state:
             num_bytes += self._reseed(verdict)
         return verdict, num_bytes
 
@@ -418,17 +444,24 @@ class HDET(LRScheduler):
     # Hands ---------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        (replica,) = self._replicas.local
-        self._lrs = self._steering.lrs(self._base.lrs, replica)
-        knobs.write_learning_rates(self.optimizer, self._lrs)
+        self._lrs = [
+            self._steering.lrs(self._base.lrs, replica) for replica in self._replicas.local
+        ]
+        knobs.write_learning_rates(self.optimizer, self.get_last_lr())
         knobs.write_momenta(self.optimizer, self._base.momenta)
+        for optimizer, lrs in zip(self._optimizers, self._lrs, strict=True):
+            if optimizer is not self.optimizer:
+                knobs.write_learning_rates(optimizer, lrs)
 
-    def _write_record(self, line: dict[str, Any], converge: Stopwatch | None = None) -> None:
+    def _write_record(
+        self, line: dict[str, Any], converge: Stopwatch | None = None, *, wait: bool = False
+    ) -> None:
         if self._recorder is not None:
-            self._recorder.write(line, converge)
+            self._recorder.write(line, converge, wait=wait)
 
     def _device(self) -> torch.device:
-        device: torch.device = self.optimizer.param_groups[0]["params"][0].device
+        groups = self.optimizer.param_groups
+        device: torch.device = next(p.device for group in groups for p in group["params"])
         return device
 
     def _warn_once(self, about: str, text: str) -> None:

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hdet.controller import Controller, Evidence, Move, ScaleState, decay_rate
+from hdet.controller import Controller, Evidence, Move, ScaleState, coast, decay_rate
 from hdet.spread import spread_out
+
+
+class Cycle(NamedTuple):
+    """Where OneCycleLR peaks and where it ends, for each knob."""
+
+    peaks: list[float]
+    floors: list[float]
 
 
 class Steered(NamedTuple):
@@ -31,8 +38,11 @@ class Knob:
     fan: tuple[float, ...] = ()
     """The multiplier of every replica."""
 
+    def factor(self, replica: int) -> float:
+        return self.state.scale * self.fan[replica]
+
     def factors(self) -> list[float]:
-        return [self.state.scale * multiplier for multiplier in self.fan]
+        return [self.factor(replica) for replica in range(len(self.fan))]
 
 
 class Steering:
@@ -48,7 +58,7 @@ class Steering:
         seed: int,
         controller: Controller | None,
         total_steps: int | None,
-        floors: Sequence[float] | None = None,
+        takes_over: Cycle | None = None,
     ) -> None:
         self.knobs = [Knob(name) for name in names]
         self.cycle = 0
@@ -62,12 +72,12 @@ class Steering:
         self._seed = seed
         self._controller = controller if num_replicas > 1 else None
         self._total_steps = total_steps
-        # With floors the controller takes the decay over from the base schedule (paper, eq. 8).
-        self._floors = floors
+        # If set, the controller takes the decay over from this base schedule (paper, eq. 8).
+        self._takes_over = takes_over
 
     @property
     def needs_losses(self) -> bool:
-        return self._controller is not None
+        return self._controller is not None and not self.closed
 
     def is_spread(self) -> bool:
         return any(multiplier != 1.0 for knob in self.knobs for multiplier in knob.fan)
@@ -86,9 +96,8 @@ class Steering:
 
     def lrs(self, base: Sequence[float], replica: int) -> list[float]:
         """base x scale x multiplier, for every knob."""
-        centre = self.base_lrs(base)
-        factors = [knob.state.scale * knob.fan[replica] for knob in self.knobs]
-        return [lr * factor for lr, factor in zip(centre, factors, strict=True)]
+        pairs = zip(self.base_lrs(base), self.knobs, strict=True)
+        return [lr * knob.factor(replica) for lr, knob in pairs]
 
     def base_lrs(self, base: Sequence[float]) -> list[float]:
         """The base schedule's learning rates, or those held at the hand-over."""
@@ -99,14 +108,18 @@ class Steering:
         """Ask the controller about every knob, with the losses of the replicas that are fit."""
         known = [loss for r in fit if (loss := losses[r]) is not None]
         pause = self._pause(complete=len(known) == len(fit))
-        if self._controller is None or pause is not None:
-            return Steered(None, [Move(k.state, 0.0, "stay", pause or "") for k in self.knobs])
         moves = []
         for knob in self.knobs:
-            factors = knob.factors()
-            move = self._controller.update(knob.state, Evidence(known, [factors[r] for r in fit]))
+            if self._controller is None or pause is not None:
+                move = coast(knob.state, pause or "")
+            else:
+                factors = knob.factors()
+                evidence = Evidence(known, [factors[r] for r in fit])
+                move = self._controller.update(knob.state, evidence)
             knob.state = move.state
             moves.append(move)
+        if self._controller is None or pause is not None:
+            return Steered(None, moves)
         weights = dict(zip(fit, self._controller.weigh(known), strict=True))
         return Steered([weights.get(r, 0.0) for r in range(self._num_replicas)], moves)
 
@@ -115,18 +128,18 @@ class Steering:
         if self._controller is None or self.started or step < self._controller.warmup_steps:
             return
         self.started = True
-        if self._floors is not None:
+        if self._takes_over is not None:
             for knob, lr in zip(self.knobs, base, strict=True):
                 knob.held = lr
             self.set_decays(step)
 
     def set_decays(self, step: int) -> None:
         """From what is left of the run: every knob's way to its floor (paper, eq. 8)."""
-        if self._floors is None or self._total_steps is None:
+        if self._takes_over is None or self._total_steps is None:
             return
         num_cycles = _cycles_until(self._total_steps, self._sync_every)
         num_cycles -= step // self._sync_every
-        for knob, floor in zip(self.knobs, self._floors, strict=True):
+        for knob, floor in zip(self.knobs, self._takes_over.floors, strict=True):
             if knob.held is not None:
                 knob.state = knob.state._replace(
                     decay=decay_rate(knob.held * knob.state.scale, floor, num_cycles),
@@ -144,6 +157,7 @@ class Steering:
             "cycle": self.cycle,
             "started": self.started,
             "closed": self.closed,
+            "peaks": None if self._takes_over is None else list(self._takes_over.peaks),
             "knobs": [
                 {"name": knob.name, **knob.state._asdict(), "held": knob.held}
                 for knob in self.knobs
@@ -154,8 +168,13 @@ class Steering:
         self.cycle, self.started = state["cycle"], state["started"]
         self.closed = state["closed"]
         for knob, saved in zip(self.knobs, state["knobs"], strict=True):
-            knob.state = ScaleState(**{field: saved[field] for field in ScaleState._fields})
+            knob.state = ScaleState(**{name: saved[name] for name in ScaleState._fields})
             knob.held = saved["held"]
+        if self._takes_over is not None and state["peaks"] not in (None, self._takes_over.peaks):
+            # The run is set to another learning rate now: what is held moves along with it.
+            peaks = zip(self.knobs, state["peaks"], self._takes_over.peaks, strict=True)
+            for knob, old, new in peaks:
+                knob.held = knob.held if knob.held is None else knob.held * new / old
 
     def _pause(self, *, complete: bool) -> str | None:
         """Why the controller is not asked in this cycle, if it is not."""

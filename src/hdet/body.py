@@ -1,0 +1,159 @@
+"""One replica of this process: which tensors it consists of, and what becomes of each kind."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from hdet.buckets import flatten
+
+PARTS = ("moving", "still", "buffers", "state")
+"""What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
+
+
+class Place(NamedTuple):
+    """Where a module keeps a tensor. A buffer may be rebound; then the new one counts."""
+
+    holder: dict[str, Any]
+    name: str
+    full_name: str
+
+
+class Body:
+    """The optimizer of a replica, and its model if it was given."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+        self.optimizer = optimizer
+        self._parameter_places = _places(model, "_parameters")
+        self._buffer_places = _places(model, "_buffers")
+
+    def part(self, name: str) -> list[Tensor]:
+        """Every tensor of a part once, also if it is tied, without gradient or outside a model."""
+        if name == "state":
+            return [tensor for _, tensor in self._state()]
+        if name == "buffers":
+            return _once(_present(self._buffer_places).values())
+        parameters = [*_present(self._parameter_places).values()]
+        parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for p in _once(parameters) if p.requires_grad == (name == "moving")]
+
+    def divide(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those that are averaged, and those of which the largest counts: integers, step counts."""
+        steps = {id(tensor) for key, tensor in self._state() if key == "step"}
+        averaged: list[Tensor] = []
+        counted: list[Tensor] = []
+        for tensor in tensors:
+            counts = id(tensor) in steps or not _is_floating(tensor)
+            (counted if counts else averaged).append(tensor)
+        return averaged, counted
+
+    def state_numel(self) -> int:
+        """How much optimizer state there is: replicas that differ here cannot average it."""
+        return sum(tensor.numel() for tensor in self.part("state"))
+
+    def num_bad_buffers(self) -> Tensor:
+        """How many elements of the buffers are not finite."""
+        counts = [(~tensor.isfinite()).sum() for tensor in self.divide(self.part("buffers"))[0]]
+        if not counts:
+            return torch.tensor(0)
+        return torch.stack([count.to(counts[0].device) for count in counts]).sum()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter under its name in the model, or its place in the optimizer."""
+        named = _present(self._parameter_places)
+        known = {id(parameter) for parameter in named.values()}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    named[f"param_groups[{index}]['params'][{position}]"] = parameter
+        return named
+
+    def buffers(self) -> dict[str, Tensor]:
+        return _present(self._buffer_places)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Settings and parameters of every group, without what differs between replicas."""
+        names = {id(parameter): name for name, parameter in self.parameters().items()}
+        return [
+            {
+                **{key: repr(group[key]) for key in group if key not in ("params", "lr")},
+                "params": [names[id(parameter)] for parameter in group["params"]],
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def check(self) -> None:
+        """Refuse parameters that cannot be averaged, by name."""
+        named = self.parameters()
+        for name, parameter in named.items():
+            _check_usable(name, parameter)
+        _check_apart(named)
+
+    def _state(self) -> list[tuple[str, Tensor]]:
+        return [
+            (key, state[key])
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            for state in [self.optimizer.state.get(parameter, {})]
+            for key in sorted(state)
+            if isinstance(state[key], Tensor)
+        ]
+
+
+def _places(model: nn.Module | None, kind: str) -> list[Place]:
+    if model is None:
+        return []
+    return [
+        Place(getattr(module, kind), name, f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in getattr(module, kind)
+    ]
+
+
+def _present(places: Iterable[Place]) -> dict[str, Tensor]:
+    return {p.full_name: p.holder[p.name] for p in places if p.holder.get(p.name) is not None}
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor at its first place; tied ones share their memory."""
+    seen: dict[tuple[int, int], Tensor] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            seen.setdefault((tensor.data_ptr(), tensor.numel()), tensor)
+    return list(seen.values())
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _check_usable(name: str, parameter: Tensor) -> None:
+    if is_lazy(parameter):
+        raise ValueError(
+            f"`{name}` must be initialised, got a lazy parameter: run one batch first."
+        )
+    try:
+        flatten(parameter)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`{name}` must be dense in memory, got shape {tuple(parameter.shape)} with strides "
+            f"{parameter.stride()}: replace it by a contiguous copy."
+        ) from error
+
+
+def _check_apart(named: dict[str, Tensor]) -> None:
+    """Parameters may be one tensor under two names, but not share a part of their memory."""
+    spans: dict[tuple[str, int, int], str] = {}
+    for name, p in named.items():
+        spans.setdefault((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes), name)
+    ordered: Sequence[tuple[str, int, int]] = sorted(span for span in spans if span[1] < span[2])
+    for (device, _, end), other in pairwise(ordered):
+        if other[0] == device and other[1] < end:
+            raise ValueError(
+                f"`{spans[other]}` must not share a part of its memory with another parameter, "
+                "got one that does: replace one of them by a copy."
+            )
