@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 def test_every_element_travels_once(shapes: list[tuple[int, torch.dtype]], num_bytes: int) -> None:
     tensors = [torch.zeros(size, dtype=dtype) for size, dtype in shapes]
     buckets = Buckets(num_bytes)
-    plan = buckets.of(tensors)
+    plan = buckets.of(tensors).buckets
     assert sum(bucket.wire.numel() for bucket in plan) == sum(t.numel() for t in tensors)
     for bucket in plan:
         assert bucket.wire.nbytes <= num_bytes // SLOTS
@@ -31,8 +31,10 @@ def test_every_element_travels_once(shapes: list[tuple[int, torch.dtype]], num_b
 
 
 def test_two_buckets_on_the_wire_do_not_share_memory() -> None:
-    plan = Buckets(4096).of(
-        [torch.zeros(200) for _ in range(5)] + [torch.zeros(9, dtype=torch.half)]
+    plan = (
+        Buckets(4096)
+        .of([torch.zeros(200) for _ in range(5)] + [torch.zeros(9, dtype=torch.half)])
+        .buckets
     )
     assert len(plan) > SLOTS
     for first in range(len(plan) - SLOTS + 1):
@@ -47,7 +49,7 @@ def test_two_buckets_on_the_wire_do_not_share_memory() -> None:
 def test_a_large_tensor_is_sent_where_it_lies() -> None:
     large = torch.zeros(IN_PLACE_BYTES // 4)
     buckets = Buckets(64 << 20)
-    (bucket,) = buckets.of([large])
+    (bucket,) = buckets.of([large]).buckets
     assert bucket.wire.data_ptr() == large.data_ptr()
     assert not buckets._scratch
 
@@ -57,7 +59,7 @@ def test_a_plan_follows_a_tensor_that_moved() -> None:
     buckets = Buckets(4096)
     buckets.of([parameter])
     parameter.data = torch.ones(8)
-    (bucket,) = buckets.of([parameter])
+    (bucket,) = buckets.of([parameter]).buckets
     assert bucket.load().tolist() == [1.0] * 8
 
 

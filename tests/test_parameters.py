@@ -144,6 +144,7 @@ def test_a_buffer_that_was_rebound_counts() -> None:
     zoo, optimizer, _ = zoo_at(0.0)
     body = Body(optimizer, zoo)
     zoo.batch_norm.running_mean = torch.full((2,), 5.0)
+    body.refresh()
     assert any(bool((b == 5).all()) for b in body.part("buffers"))
 
 
@@ -152,6 +153,7 @@ def test_frozen_parameters_are_still_until_someone_thaws_them() -> None:
     body = Body(optimizer, zoo)
     assert [t.data_ptr() for t in body.part("still")] == [zoo.frozen.data_ptr()]
     zoo.frozen.requires_grad_(True)
+    body.refresh()
     assert body.part("still") == []
 
 

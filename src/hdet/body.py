@@ -1,6 +1,6 @@
 """One replica of this process: which tensors it consists of, and what becomes of each kind."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +13,10 @@ from hdet.buckets import flatten
 
 PARTS = ("moving", "still", "buffers", "state")
 """What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
+
+
+Agreed = Mapping[str, list[bool]]
+"""Part -> for each of its tensors (or for all of them at once) whether all replicas agree in it."""
 
 
 class Place(NamedTuple):
@@ -30,25 +34,62 @@ class Body:
         self.optimizer = optimizer
         self._parameter_places = _places(model, "_parameters")
         self._buffer_places = _places(model, "_buffers")
+        self._key: tuple[list[int], list[bool], list[int], list[int]] | None = None
+        self._lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again which tensors there are: some may have been rebound, frozen or added."""
+        parameters = _present(self._parameter_places)
+        parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
+        buffers = _present(self._buffer_places)
+        key = (
+            [id(tensor) for tensor in parameters],
+            [tensor.requires_grad for tensor in parameters],
+            [id(tensor) for tensor in buffers],
+            # `parameter.data = ...` moves a tensor under its name.
+            [tensor.data_ptr() for tensor in parameters],
+        )
+        if key != self._key:
+            once = _once(parameters)
+            self._key = key
+            self._parts = {
+                "moving": [p for p in once if p.requires_grad],
+                "still": [p for p in once if not p.requires_grad],
+                "buffers": _once(buffers),
+            }
+            self._lists.clear()
 
     def part(self, name: str) -> list[Tensor]:
         """Every tensor of a part once, also if it is tied, without gradient or outside a model."""
-        if name == "state":
-            return [tensor for _, tensor in self._state()]
-        if name == "buffers":
-            return _once(_present(self._buffer_places).values())
-        parameters = [*_present(self._parameter_places).values()]
-        parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [p for p in _once(parameters) if p.requires_grad == (name == "moving")]
+        return [t for _, t in self._state()] if name == "state" else self._parts[name]
 
-    def divide(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those that are averaged, and those of which the largest counts: integers, step counts."""
-        steps = {id(tensor) for key, tensor in self._state() if key == "step"}
+    def divided(self, names: Iterable[str], agreed: Agreed) -> tuple[list[Tensor], list[Tensor]]:
+        """What replicas may differ in: tensors to average, and those of which the largest counts.
+
+        The latter are integers, and the step counts of the optimizer. As long as nothing changes
+        the lists are the same objects, so that an engine can know them again.
+        """
+        chosen = {name: agreed.get(name, []) for name in names}
+        if "state" in chosen:
+            return self._divide(chosen)
+        # A part that is empty makes no difference; flags make one only if some are set.
+        key = tuple((n, *f) if any(f) else (n,) for n, f in chosen.items() if self._parts[n])
+        if key not in self._lists:
+            self._lists[key] = self._divide(chosen)
+        return self._lists[key]
+
+    def _divide(self, chosen: Mapping[str, list[bool]]) -> tuple[list[Tensor], list[Tensor]]:
         averaged: list[Tensor] = []
         counted: list[Tensor] = []
-        for tensor in tensors:
-            counts = id(tensor) in steps or not _is_floating(tensor)
-            (counted if counts else averaged).append(tensor)
+        for name, flags in chosen.items():
+            steps = {id(t) for key, t in self._state() if key == "step"} if name == "state" else ()
+            tensors = self.part(name)
+            same = flags if len(flags) == len(tensors) else [any(flags)] * len(tensors)
+            for tensor, equal in zip(tensors, same, strict=True):
+                floating = tensor.is_floating_point() or tensor.is_complex()
+                if not equal:
+                    (averaged if floating and id(tensor) not in steps else counted).append(tensor)
         return averaged, counted
 
     def state_numel(self) -> int:
@@ -57,14 +98,14 @@ class Body:
 
     def num_bad_buffers(self) -> Tensor:
         """How many elements of the buffers are not finite."""
-        counts = [(~tensor.isfinite()).sum() for tensor in self.divide(self.part("buffers"))[0]]
+        counts = [(~tensor.isfinite()).sum() for tensor in self.divided(["buffers"], {})[0]]
         if not counts:
             return torch.tensor(0)
         return torch.stack([count.to(counts[0].device) for count in counts]).sum()
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter under its name in the model, or its place in the optimizer."""
-        named = _present(self._parameter_places)
+        named = _named(self._parameter_places)
         known = {id(parameter) for parameter in named.values()}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -73,7 +114,7 @@ class Body:
         return named
 
     def buffers(self) -> dict[str, Tensor]:
-        return _present(self._buffer_places)
+        return _named(self._buffer_places)
 
     def groups(self) -> list[dict[str, Any]]:
         """Settings and parameters of every group, without what differs between replicas."""
@@ -114,8 +155,12 @@ def _places(model: nn.Module | None, kind: str) -> list[Place]:
     ]
 
 
-def _present(places: Iterable[Place]) -> dict[str, Tensor]:
-    return {p.full_name: p.holder[p.name] for p in places if p.holder.get(p.name) is not None}
+def _present(places: Iterable[Place]) -> list[Tensor]:
+    return [t for holder, name, _ in places if (t := holder.get(name)) is not None]
+
+
+def _named(places: Iterable[Place]) -> dict[str, Tensor]:
+    return {full: t for holder, name, full in places if (t := holder.get(name)) is not None}
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -125,10 +170,6 @@ def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
         if tensor.numel():
             seen.setdefault((tensor.data_ptr(), tensor.numel()), tensor)
     return list(seen.values())
-
-
-def _is_floating(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _check_usable(name: str, parameter: Tensor) -> None:

@@ -26,9 +26,13 @@ class Bucket(NamedTuple):
     """The tensors packed into `wire`; none if it is one of them."""
     views: list[Tensor]
     """Their places in `wire`."""
+    joins: bool = False
+    """Whether they lie on its device in its dtype."""
 
     def load(self) -> Tensor:
-        if self.sources:
+        if self.joins:
+            torch.cat(self.sources, out=self.wire)  # in one call, where no number is converted
+        elif self.sources:
             torch._foreach_copy_(self.views, self.sources)
         return self.wire
 
@@ -37,33 +41,48 @@ class Bucket(NamedTuple):
             torch._foreach_copy_(self.sources, self.views)
 
 
-class Buckets:
-    """The buckets of the tensors it was last asked for; kept, since cutting them takes time."""
+class Plan:
+    """The buckets of a list of tensors, and whether the scratch still holds all of them."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], buckets: list[Bucket]) -> None:
+        self.tensors = tensors
+        self.buckets = buckets
+        self.fits = sum(bool(bucket.sources) for bucket in buckets) <= SLOTS
+        self.is_loaded = False
+
+
+class Buckets:
+    """The plans of the lists it was last asked for; kept, since cutting them takes time.
+
+    A list is known again by its identity: whoever hands one over does not change it, and makes a
+    new one when a tensor has moved.
+    """
+
+    def __init__(self, bucket_bytes: int, device_types: Sequence[str] = ("cpu", "cuda")) -> None:
         self.bucket_bytes = bucket_bytes
-        self._plans: dict[tuple[tuple[int, int], ...], list[Bucket]] = {}
-        self._in_use: set[tuple[tuple[int, int], ...]] = set()
+        self._device_types = device_types  # of tensors that the wire takes where they are
+        self._plans: dict[int, Plan] = {}
+        self._in_use: set[int] = set()
         self._scratch: dict[torch.device, Tensor] = {}
 
-    def of(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Bucket]:
-        """The buckets of `tensors`, on `device` if the wire cannot take them where they are."""
-        # Addresses, not identities: `parameter.data = ...` moves a tensor under its name.
-        key = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
+    def of(self, tensors: Sequence[Tensor]) -> Plan:
+        key = id(tensors)  # the plan holds the list, so nobody else can have its identity
         if key not in self._plans:
             # A plan keeps its tensors alive: forget those that nobody has asked for of late.
             self._plans = {k: plan for k, plan in self._plans.items() if k in self._in_use}
             self._in_use.clear()
-            self._plans[key] = self._cut(tensors, device)
+            self._plans[key] = Plan(tensors, self._cut(tensors))
+        for other in self._plans.values():
+            other.is_loaded = other.is_loaded and other is self._plans[key]
         self._in_use.add(key)
         return self._plans[key]
 
-    def _cut(self, tensors: Sequence[Tensor], device: torch.device | None) -> list[Bucket]:
+    def _cut(self, tensors: Sequence[Tensor]) -> list[Bucket]:
         piece_bytes = self.bucket_bytes // SLOTS // 16 * 16  # aligned for every dtype
         in_place: list[Bucket] = []
         small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for flat in map(flatten, tensors):
-            place, wire = device or flat.device, wire_dtype(flat.dtype)
+            place, wire = self._place(flat), wire_dtype(flat.dtype)
             parts = flat.split(piece_bytes // wire.itemsize)
             fits_the_wire = (place, wire) == (flat.device, flat.dtype)
             if fits_the_wire and flat.nbytes >= min(IN_PLACE_BYTES, piece_bytes):
@@ -77,6 +96,11 @@ class Buckets:
         ]
         return in_place + self._pack(groups, piece_bytes)
 
+    def _place(self, flat: Tensor) -> torch.device:
+        """Adam keeps its step counts on the CPU, where NCCL cannot read them: they are packed."""
+        taken = flat.device.type in self._device_types
+        return flat.device if taken else torch.device(self._device_types[0])
+
     def _pack(
         self, groups: list[tuple[torch.device, torch.dtype, list[Tensor]]], piece_bytes: int
     ) -> list[Bucket]:
@@ -88,7 +112,8 @@ class Buckets:
             memory = self._memory(device, num_bytes if len(groups) == 1 else SLOTS * piece_bytes)
             start = index % SLOTS * piece_bytes
             wire = memory[start : start + num_bytes].view(dtype)
-            buckets.append(Bucket(wire, parts, list(wire.split(sizes))))
+            joins = {(part.dtype, part.device) for part in parts} == {(dtype, device)}
+            buckets.append(Bucket(wire, parts, list(wire.split(sizes)), joins))
         return buckets
 
     def _memory(self, device: torch.device, num_bytes: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The only writer of weights, buffers and optimizer state: converge, re-seed, perturb, visit."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.body import Body
+from hdet.body import Agreed, Body
 from hdet.fingerprint import fingerprint, fingerprints
 from hdet.replicas import Replicas, local_replicas
 from hdet.validation import check_integer, check_range
 
 _PERTURBED = "_hdet_perturbed"
-
-Agreed = Mapping[str, list[bool]]
-"""Part -> for each of its tensors (or for all of them at once) whether all replicas agree in it."""
 
 Shape = tuple[tuple[int, ...], str, tuple[int, ...], int | None]
 """Shape, dtype, strides and fingerprint of a tensor; buffers go without the last."""
@@ -32,6 +29,11 @@ class Parameters:
         pairs = zip(replicas.optimizers(optimizer), replicas.modules(model), strict=True)
         self._bodies = [Body(*pair) for pair in pairs]
 
+    def refresh(self) -> None:
+        """Look again which tensors the replicas consist of; a roll call begins with it."""
+        for body in self._bodies:
+            body.refresh()
+
     # What replicas say of themselves, one entry for each that lives here ---------------------
 
     def state_numels(self) -> list[int]:
@@ -40,9 +42,7 @@ class Parameters:
     def are_finite(self, *, with_state: bool) -> Tensor:
         """Whether all parameters are finite, and the optimizer state if it is to be averaged."""
         parts = ["moving", "still", "state"] if with_state else ["moving", "still"]
-        rows = [[t for part in parts for t in body.part(part)] for body in self._bodies]
-        pairs = zip(self._bodies, rows, strict=True)
-        return self._replicas.are_finite([body.divide(row)[0] for body, row in pairs])
+        return self._replicas.are_finite([body.divided(parts, {})[0] for body in self._bodies])
 
     def num_bad_buffers(self) -> Tensor:
         """How many elements of the buffers are not finite.
@@ -83,14 +83,13 @@ class Parameters:
 
     # What is done to them --------------------------------------------------------------------
 
-    def converge_(self, fit: Sequence[int], parts: Iterable[str], agreed: Agreed) -> int:
+    def converge_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> int:
         """Every replica takes the mean of those that are fit (eq. 3); the bytes reduced.
 
         What is equal on all replicas is left alone: averaging it would cost traffic, and for an N
         that is no power of two the mean of equal numbers is not always that number.
         """
-        rows = self._apart(parts, agreed)
-        divided = [body.divide(row) for body, row in zip(self._bodies, rows, strict=True)]
+        divided = [body.divided(parts, agreed) for body in self._bodies]
         means, counts = zip(*divided, strict=True)
         return self._replicas.average_(means, fit) + self._replicas.maximum_(counts)
 
@@ -115,7 +114,8 @@ class Parameters:
     @contextmanager
     def visit(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> Iterator[None]:
         """The consensus inside, every replica's own tensors again after it."""
-        everything = [tensor.detach() for row in self._apart(parts, agreed) for tensor in row]
+        divided = [body.divided(parts, agreed) for body in self._bodies]
+        everything = [t.detach() for kinds in divided for tensors in kinds for t in tensors]
         kept = [tensor.clone() for tensor in everything]
         try:
             self.converge_(fit, parts, agreed)
@@ -123,18 +123,6 @@ class Parameters:
         finally:
             for tensor, own in zip(everything, kept, strict=True):
                 tensor.copy_(own)
-
-    def _apart(self, parts: Iterable[str], agreed: Agreed) -> list[list[Tensor]]:
-        """For each local replica the tensors of these parts in which replicas may differ."""
-
-        def of(body: Body, part: str) -> list[Tensor]:
-            tensors = body.part(part)
-            flags = agreed.get(part) or [False]
-            same = flags * len(tensors) if len(flags) == 1 else flags
-            return [t for t, equal in zip(tensors, same, strict=True) if not equal]
-
-        parts = list(parts)
-        return [[t for part in parts for t in of(body, part)] for body in self._bodies]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.buckets import SLOTS, Bucket, Buckets
+from hdet.buckets import SLOTS, Bucket, Buckets, Plan
 from hdet.validation import check_integer
 
 Rows = Sequence[Sequence[Tensor]]
@@ -130,7 +130,7 @@ class ProcessReplicas:
         self.local = range(here, here + 1)
         self._devices = _device_types(self._group)
         self._check_alike(bucket_bytes)
-        self._buckets = Buckets(bucket_bytes)
+        self._buckets = Buckets(bucket_bytes, self._devices)
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]
@@ -140,7 +140,7 @@ class ProcessReplicas:
 
     def gather(self, rows: Tensor) -> Tensor:
         if rows.device.type not in self._devices:
-            rows = rows.to(self._device())
+            rows = rows.to(self._devices[0])
         everyone = [torch.empty_like(rows) for _ in range(self.size)]
         dist.all_gather(everyone, rows, group=self._group)
         return torch.cat(everyone)
@@ -153,7 +153,9 @@ class ProcessReplicas:
     def are_finite(self, rows: Rows) -> Tensor:
         # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
         # is. Weights so large that their sum overflows count as not finite: they are lost anyway.
-        sums = [bucket.load().sum() for bucket in self._cut(rows[0])]
+        plan = self._buckets.of(rows[0])
+        sums = [bucket.load().sum() for bucket in plan.buckets]
+        plan.is_loaded = plan.fits  # the average that follows need not pack again
         if not sums:
             return torch.ones(1, dtype=torch.bool)
         totals = [total.to(device=sums[0].device, dtype=torch.float64) for total in sums]
@@ -161,9 +163,12 @@ class ProcessReplicas:
 
     def average_(self, rows: Rows, fit: Sequence[int]) -> int:
         included = self.local[0] in fit
+        plan = self._buckets.of(rows[0])
+        loads, plan.is_loaded = not plan.is_loaded, False
 
         def fill(bucket: Bucket) -> None:
-            bucket.load()
+            if loads:
+                bucket.load()
             if not included:
                 bucket.wire.zero_()  # not times zero: nan * 0 is nan
 
@@ -171,15 +176,16 @@ class ProcessReplicas:
             bucket.wire.div_(len(fit))
             bucket.store()
 
-        return self._reduce(rows[0], dist.ReduceOp.SUM, fill, empty)
+        return self._reduce(plan, dist.ReduceOp.SUM, fill, empty)
 
     def maximum_(self, rows: Rows) -> int:
-        return self._reduce(rows[0], dist.ReduceOp.MAX, Bucket.load, Bucket.store)
+        plan = self._buckets.of(rows[0])
+        return self._reduce(plan, dist.ReduceOp.MAX, Bucket.load, Bucket.store)
 
     def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         here = self.local[0]
         sent = 0
-        for bucket in self._cut(rows[0]):
+        for bucket in self._buckets.of(rows[0]).buckets:
             wire = bucket.load()
             if here != source and here not in targets:
                 wire = torch.empty_like(wire)  # everyone takes part, only the targets write
@@ -218,7 +224,7 @@ class ProcessReplicas:
                 f"`bucket_bytes` must be the same on all replicas, got {everyone} in their order."
             )
 
-    def _reduce(self, tensors: Sequence[Tensor], op: Any, fill: Any, empty: Any) -> int:
+    def _reduce(self, plan: Plan, op: Any, fill: Any, empty: Any) -> int:
         """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
         on_the_wire: deque[tuple[Any, Bucket]] = deque()
 
@@ -228,7 +234,7 @@ class ProcessReplicas:
             empty(bucket)
 
         sent = 0
-        for bucket in self._cut(tensors):
+        for bucket in plan.buckets:
             if len(on_the_wire) == SLOTS:
                 land()
             fill(bucket)
@@ -238,17 +244,6 @@ class ProcessReplicas:
         while on_the_wire:
             land()
         return sent
-
-    def _cut(self, tensors: Sequence[Tensor]) -> list[Bucket]:
-        foreign = [tensor for tensor in tensors if tensor.device.type not in self._devices]
-        if not foreign:
-            return self._buckets.of(tensors)
-        # Adam keeps its step counts on the CPU, where NCCL cannot read them.
-        native = [tensor for tensor in tensors if tensor.device.type in self._devices]
-        return self._buckets.of(native) + self._buckets.of(foreign, self._device())
-
-    def _device(self) -> torch.device:
-        return torch.device(self._devices[0])
 
 
 def default_replicas() -> Replicas:

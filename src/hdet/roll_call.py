@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hdet.body import Agreed
 from hdet.loss_signal import LossSignal
-from hdet.parameters import Agreed, Parameters
+from hdet.parameters import Parameters
 from hdet.replicas import Replicas
 
 
@@ -41,6 +42,7 @@ def roll_call(
     compare: Sequence[str],
 ) -> RollCall:
     """Gather one row from every replica. `compare` names the parts that may be equal on all."""
+    parameters.refresh()
     rows = signal.rows().double()
     with_state = "state" in compare
 

@@ -1,0 +1,1 @@
+"""Benchmarks: each file answers one question, and leaves its numbers in results/."""

@@ -1,0 +1,523 @@
+"""How long does a converge take, beside a raw all-reduce of the same bytes? And in how much memory?
+
+    python -m benchmarks.converge [--quick] [--processes 2] [--out FILE]
+
+All ways to average are timed in the same processes, one after the other in every round, so that
+whatever else the machine does hits them alike. A round of a row is as long as its slowest process;
+"over raw" is the median over the rounds of a row's time over that of the raw all-reduce beside it.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, TCPStore
+from torch.multiprocessing.spawn import spawn
+
+from hdet import HDET, PaperController, ProcessReplicas
+from hdet.parameters import Parameters
+
+Shapes = Sequence[tuple[int, ...]]
+RESULTS = Path(__file__).parent / "results"
+RAW, HEADLINE = "raw all-reduce", "hdet converge"
+
+
+class Settings(NamedTuple):
+    """What a run is set to. Parameters are float32."""
+
+    processes: int
+    blocks: int
+    """Transformer blocks of the model that is shaped like GPT-2; the real one has 12."""
+    rounds: dict[str, int]
+    bucket_bytes: int
+
+
+FULL = Settings(
+    processes=2, blocks=12, rounds={"gpt2": 21, "small_tensors": 101}, bucket_bytes=64 << 20
+)
+QUICK = FULL._replace(blocks=2, rounds={"gpt2": 5, "small_tensors": 25})
+
+
+class Place(NamedTuple):
+    """Where a row runs."""
+
+    rank: int
+    settings: Settings
+    lighthouse: str | None
+    """Address of torchft's server."""
+
+
+class Row(NamedTuple):
+    """A way to average, ready to be called."""
+
+    call: Callable[[], Any]
+    tensors: list[Tensor]
+    """What holds the mean after the call; none if it is not a mean."""
+    close: Callable[[], Any] = lambda: None
+
+
+# What is averaged --------------------------------------------------------------------------
+
+
+def gpt2_shapes(blocks: int) -> Shapes:
+    """The parameters of GPT-2 small: 124 million with its 12 blocks."""
+    norm = [(768,), (768,)]
+    attention = [(768, 2304), (2304,), (768, 768), (768,)]
+    mlp = [(768, 3072), (3072,), (3072, 768), (768,)]
+    return [(50257, 768), (1024, 768), *(norm + attention + norm + mlp) * blocks, *norm]
+
+
+def small_shapes() -> Shapes:
+    """560 tensors of 1 to 16 kB."""
+    return [(256 * (1 + index % 16),) for index in range(560)]
+
+
+def shapes_of(settings: Settings) -> dict[str, Shapes]:
+    return {"gpt2": gpt2_shapes(settings.blocks), "small_tensors": small_shapes()}
+
+
+def num_bytes(shapes: Shapes) -> int:
+    return 4 * sum(map(prod, shapes))
+
+
+def model_of(shapes: Shapes) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in shapes)
+
+
+def tensors_of(shapes: Shapes) -> list[Tensor]:
+    return [torch.ones(shape) for shape in shapes]
+
+
+# Ways to average ---------------------------------------------------------------------------
+
+
+def raw(shapes: Shapes, place: Place) -> Row:
+    """The floor: one message, no copy, no division."""
+    flat = torch.full((num_bytes(shapes) // 4,), 1e-37)  # it doubles at every call
+    return Row(lambda: dist.all_reduce(flat), [])
+
+
+def flat_copy(shapes: Shapes, place: Place) -> Row:
+    """The plain way: copy into one tensor, reduce, divide, copy back."""
+    tensors = tensors_of(shapes)
+    sizes = [tensor.numel() for tensor in tensors]
+
+    def call() -> None:
+        flat = torch.cat([tensor.view(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        flat.div_(place.settings.processes)
+        for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    return Row(call, tensors)
+
+
+def per_parameter(shapes: Shapes, place: Place) -> Row:
+    tensors = tensors_of(shapes)
+
+    def call() -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+            tensor.div_(place.settings.processes)
+
+    return Row(call, tensors)
+
+
+def torch_averager(shapes: Shapes, place: Place) -> Row:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = model_of(shapes)
+    for parameter in model:
+        parameter.grad = torch.zeros(()).expand_as(parameter)  # it skips those without gradient
+    averager = PeriodicModelAverager(period=1)
+    return Row(lambda: averager.average_parameters(model.parameters()), list(model))
+
+
+def accelerate_local_sgd(shapes: Shapes, place: Place) -> Row:
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    model = model_of(shapes)
+    local_sgd = LocalSGD(Accelerator(cpu=True), model, local_sgd_steps=1)
+    if not local_sgd.enabled:
+        raise RuntimeError("Accelerate did not find the process group.")
+    return Row(local_sgd.step, list(model))
+
+
+def torchft_local_sgd(shapes: Shapes, place: Place) -> Row:
+    """Quorum, all-reduce of a copy, vote and copy back, as LocalSGD does at a sync."""
+    from torchft.local_sgd import LocalSGD
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    if place.lighthouse is None:
+        raise RuntimeError("torchft's lighthouse did not start.")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    model = model_of(shapes)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=place.settings.processes,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=place.lighthouse,
+        replica_id=f"replica_{place.rank}",
+        hostname="localhost",
+        init_sync=False,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local_sgd = LocalSGD(manager, model, optimizer, sync_every=1)
+    local_sgd.store = store  # the server ends with its last reference
+    return Row(local_sgd.sync, list(model), manager.shutdown)
+
+
+def hdet_converge(shapes: Shapes, place: Place) -> Row:
+    """What the other rows do too: the weights of a model, averaged."""
+    model = model_of(shapes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replicas = ProcessReplicas(bucket_bytes=place.settings.bucket_bytes)
+    parameters = Parameters(optimizer, model, replicas)
+    everyone = range(place.settings.processes)
+
+    def call() -> None:
+        parameters.refresh()
+        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+
+    return Row(call, list(model))
+
+
+def hdet_cycle_end(shapes: Shapes, place: Place) -> Row:
+    """And what they do not: losses exchanged, all weights checked, learning rates moved."""
+    model = model_of(shapes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    base = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.step()  # torch warns of schedules that are stepped before; no gradient, no change
+    scheduler = HDET(
+        base,
+        model=model,
+        spread=0.1,
+        sync_every=1,
+        controller=PaperController(),
+        gradients="local",
+        replicas=ProcessReplicas(bucket_bytes=place.settings.bucket_bytes),
+    )
+    loss = torch.tensor(2.0 + place.rank)
+    return Row(lambda: scheduler.step(loss), list(model))
+
+
+ROWS: dict[str, Callable[[Shapes, Place], Row]] = {
+    RAW: raw,
+    HEADLINE: hdet_converge,
+    "hdet, whole end of a cycle": hdet_cycle_end,
+    "flat copy": flat_copy,
+    "one all-reduce per parameter": per_parameter,
+    "torch PeriodicModelAverager": torch_averager,
+    "Accelerate LocalSGD": accelerate_local_sgd,
+    "torchft LocalSGD": torchft_local_sgd,
+}
+
+
+# Time --------------------------------------------------------------------------------------
+
+
+def time_rows(name: str, shapes: Shapes, place: Place) -> dict[str, Any]:
+    """Row -> how long it took, or why it did not run."""
+    rows, errors = prepare_rows(name, shapes, place)
+    times: dict[str, list[float]] = {label: [] for label in rows}
+    num_rounds = place.settings.rounds[name]
+    for number in range(num_rounds):
+        # Another order in every round, so that no row always follows the same one.
+        for label in Random(number).sample(list(rows), len(rows)):
+            times[label].append(seconds(rows[label].call))
+        if (number + 1) % max(num_rounds // 5, 1) == 0:
+            say(place, f"{name}: round {number + 1} of {num_rounds}")
+    for row in rows.values():
+        row.close()
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return summary(dict(zip(times, slowest.tolist(), strict=True))) | errors
+
+
+def prepare_rows(
+    name: str, shapes: Shapes, place: Place
+) -> tuple[dict[str, Row], dict[str, dict[str, str]]]:
+    rows: dict[str, Row] = {}
+    errors: dict[str, dict[str, str]] = {}
+    for label, prepare in ROWS.items():
+        row, error = agreed(partial(ready, prepare, shapes, place))
+        if row is None or error is not None:
+            errors[label] = {"error": str(error)}
+        else:
+            rows[label] = row
+        say(place, f"{name}: {label}: {error or 'ready'}")
+    return rows, errors
+
+
+def ready(prepare: Callable[[Shapes, Place], Row], shapes: Shapes, place: Place) -> Row:
+    """A row that has run twice, and that was seen to average."""
+    row = prepare(shapes, place)
+    with torch.no_grad():
+        for tensor in row.tensors:
+            tensor.add_(place.rank)
+    row.call()
+    mean = 1 + (place.settings.processes - 1) / 2
+    if any(bool((tensor - mean).abs().max() > 1e-6) for tensor in row.tensors):
+        raise RuntimeError("the result is not the mean.")
+    row.call()
+    return row
+
+
+def agreed(prepare: Callable[[], Row]) -> tuple[Row | None, str | None]:
+    """A row, or what went wrong in the first process where something did."""
+    row = mine = None
+    try:
+        row = prepare()
+    except Exception as error:
+        mine = f"{type(error).__name__}: {error}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return row, next((error for error in everyone if error), None)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def summary(rounds: dict[str, list[float]]) -> dict[str, Any]:
+    floor = rounds[RAW]
+    return {
+        label: {
+            "seconds": median(times),
+            "quartiles": [quantiles(times)[0], quantiles(times)[2]],
+            "over_raw": median(a / b for a, b in zip(times, floor, strict=True)),
+            "ratio_of_medians": median(times) / median(floor),
+        }
+        for label, times in rounds.items()
+    }
+
+
+# Memory ------------------------------------------------------------------------------------
+
+
+def measure_memory(shapes: Shapes, place: Place) -> dict[str, float]:
+    """How much the processes grow in their first converge, beside what the all-reduce needs."""
+    floor = raw(shapes, place)
+    floor.call()
+    in_raw = growth(floor.call)
+    del floor
+    row = hdet_cycle_end(shapes, place)
+    with torch.no_grad():
+        for tensor in row.tensors:
+            tensor.add_(place.rank)
+    grown = torch.tensor([in_raw, growth(row.call)], dtype=torch.float64)
+    extra = (grown[1:] - grown[:1]).clamp(min=0)
+    most = torch.cat([grown, extra])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    keys = ("raw_bytes", "hdet_bytes", "extra_bytes")
+    return dict(zip(keys, most.tolist(), strict=True))
+
+
+def growth(call: Callable[[], Any]) -> int:
+    """The peak of the resident memory during a call, less what was resident before it."""
+    gc.collect()
+    dist.barrier()
+    with peak() as read:
+        before = resident("VmRSS")
+        call()
+        return max(read() - before, 0)
+
+
+@contextmanager
+def peak() -> Iterator[Callable[[], int]]:
+    """The kernel's own high-water mark; where it cannot be reset, the largest of many samples."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        yield lambda: resident("VmHWM")
+        return
+    except OSError:
+        pass
+    seen = [resident("VmRSS")]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            seen.append(max(seen.pop(), resident("VmRSS")))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield lambda: max([*seen, resident("VmRSS")])
+    finally:
+        over.set()
+        watcher.join()
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+# Processes ---------------------------------------------------------------------------------
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Start the processes, and bring home what they measured."""
+    with tempfile.TemporaryDirectory() as folder, standard_error_to(Path(folder) / "log"):
+        lighthouse = start_lighthouse(settings.processes)
+        address = None if lighthouse is None else lighthouse.address()
+        arguments = (settings, address, folder)
+        spawn(work, arguments, settings.processes)
+        answer: dict[str, Any] = json.loads((Path(folder) / "answer.json").read_text())
+        if lighthouse is not None:
+            lighthouse.shutdown()
+    return answer
+
+
+@contextmanager
+def standard_error_to(path: Path) -> Iterator[None]:
+    """Of all processes, also of code that is not Python: torchft writes many lines at every sync.
+
+    An exception in a process still comes out, through the one that started it.
+    """
+    kept = os.dup(2)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def start_lighthouse(processes: int) -> Any:
+    """The server that torchft's managers meet at; none without torchft."""
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError:
+        return None
+    return LighthouseServer(bind="[::]:0", min_replicas=processes)
+
+
+def work(rank: int, settings: Settings, lighthouse: str | None, folder: str) -> None:
+    torch.set_num_threads(1)
+    count = str(settings.processes)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    # Accelerate reads these although the group is there.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=count)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=count)
+    store = FileStore(str(Path(folder) / "store"), settings.processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.processes)
+    place = Place(rank, settings, lighthouse)
+    sets = shapes_of(settings)
+    answer: dict[str, Any] = {"memory": measure_memory(sets["gpt2"], place)}
+    answer["rows"] = {name: time_rows(name, shapes, place) for name, shapes in sets.items()}
+    if rank == 0:
+        (Path(folder) / "answer.json").write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def say(place: Place, text: str) -> None:
+    if place.rank == 0:
+        print(text, flush=True)
+
+
+# Report ------------------------------------------------------------------------------------
+
+
+def report(settings: Settings, answer: dict[str, Any]) -> dict[str, Any]:
+    rows = answer["rows"]
+    return {
+        "headline": {
+            "gpt2_over_raw": rows["gpt2"][HEADLINE]["over_raw"],
+            "small_tensors_over_raw": rows["small_tensors"][HEADLINE]["over_raw"],
+            "extra_bytes_over_bucket": answer["memory"]["extra_bytes"] / settings.bucket_bytes,
+        },
+        "versions": versions(),
+        "device": f"cpu, {os.cpu_count()} cores, gloo over loopback",
+        "settings": {
+            **settings._asdict(),
+            "sets": {
+                name: {"tensors": len(shapes), "bytes": num_bytes(shapes)}
+                for name, shapes in shapes_of(settings).items()
+            },
+        },
+        "memory": answer["memory"],
+        "rows": rows,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("hdet", "torch", "accelerate", "torchft-nightly"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    sets = result["settings"]["sets"]
+    lines = [f"{'':30}" + "".join(f"{name + ', ms':>18}{'over raw':>10}" for name in sets)]
+    for label in ROWS:
+        cells = [result["rows"][name][label] for name in sets]
+        lines.append(f"{label:30}" + "".join(map(cell, cells)))
+    memory = result["memory"]
+    lines.append(
+        f"memory of the first converge: {memory['hdet_bytes'] / 2**20:.1f} MiB, of a raw "
+        f"all-reduce: {memory['raw_bytes'] / 2**20:.1f} MiB"
+    )
+    lines += [f"{key} = {value:.3f}" for key, value in result["headline"].items()]
+    return "\n".join(lines)
+
+
+def cell(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{'did not run':>18}{'':>10}"
+    return f"{1000 * row['seconds']:18.2f}{row['over_raw']:10.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2 blocks, few rounds")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    chosen = parser.parse_args()
+    settings = QUICK if chosen.quick else FULL
+    settings = settings._replace(processes=chosen.processes)
+    result = report(settings, run(settings))
+    out = chosen.out or RESULTS / ("converge.quick.json" if chosen.quick else "converge.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
