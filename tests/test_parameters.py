@@ -297,3 +297,23 @@ def perturb_one(rank: int) -> bool:
 
 def test_perturbing_asks_nobody(processes: Processes) -> None:
     assert processes(2, perturb_one) == [True, True]
+
+
+def move_a_buffer(rank: int) -> list[float]:
+    model = Masked()
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    scheduler = hdet.HDET(
+        LambdaLR(optimizer, lambda _: 1.0), model=model, gradients="local", sync_every=1,
+        controller=None,
+    )  # fmt: skip
+    seen = []
+    for step in range(3):
+        model.get_buffer("running").data = torch.tensor([float(rank + step)])
+        optimizer.step()
+        scheduler.step()
+        seen.append(model.get_buffer("running").item())
+    return seen
+
+
+def test_a_tensor_that_moved_is_averaged_where_it_is_now(processes: Processes) -> None:
+    assert processes(3, move_a_buffer) == [[1.0, 2.0, 3.0]] * 3

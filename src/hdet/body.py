@@ -43,12 +43,13 @@ class Body:
         parameters = _present(self._parameter_places)
         parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
         buffers = _present(self._buffer_places)
+        everything = [*parameters, *buffers]
         key = (
-            [id(tensor) for tensor in parameters],
+            [*map(id, everything)],
             [tensor.requires_grad for tensor in parameters],
-            [id(tensor) for tensor in buffers],
-            # `parameter.data = ...` moves a tensor under its name.
-            [tensor.data_ptr() for tensor in parameters],
+            # `tensor.data = ...` moves a tensor under its name, or cuts it.
+            [*map(Tensor.data_ptr, everything)],
+            [*map(Tensor.numel, everything)],
         )
         if key != self._key:
             once = _once(parameters)
