@@ -36,6 +36,11 @@ class Body:
         self._buffer_places = _places(model, "_buffers")
         self._key: tuple[list[int], list[bool], list[int], list[int]] | None = None
         self._lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        for name, parameter in self.parameters().items():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"`{name}` must be initialised, got a lazy parameter: run one batch first."
+                )
         self.refresh()
 
     def refresh(self) -> None:
@@ -132,7 +137,7 @@ class Body:
         """Refuse parameters that cannot be averaged, by name."""
         named = self.parameters()
         for name, parameter in named.items():
-            _check_usable(name, parameter)
+            _check_dense(name, parameter)
         _check_apart(named)
 
     def _state(self) -> list[tuple[str, Tensor]]:
@@ -173,11 +178,7 @@ def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(seen.values())
 
 
-def _check_usable(name: str, parameter: Tensor) -> None:
-    if is_lazy(parameter):
-        raise ValueError(
-            f"`{name}` must be initialised, got a lazy parameter: run one batch first."
-        )
+def _check_dense(name: str, parameter: Tensor) -> None:
     try:
         flatten(parameter)
     except RuntimeError as error:
