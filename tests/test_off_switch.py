@@ -85,3 +85,16 @@ def test_one_replica_is_exactly_one_cycle_lr(arguments: dict[str, Any]) -> None:
         assert ours.get_last_lr() == plain.get_last_lr() == ours.get_base_lr()
         for mine, theirs in zip(*(o.param_groups for o in optimizers), strict=True):
             assert (mine["lr"], mine["betas"]) == (theirs["lr"], theirs["betas"])
+
+
+def test_one_replica_compares_itself_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass over the weights at a cycle's end or in an evaluation: there is nothing to learn."""
+    optimizer = toy.OPTIMIZERS["adamw"](toy.toy())
+    scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2)
+    monkeypatch.setattr("hdet.parameters.fingerprints", lambda _: pytest.fail("looked"))
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step(1.0)
+        with scheduler.consensus():
+            pass
+    assert scheduler.last_epoch == 4

@@ -724,15 +724,16 @@ def test_a_controller_may_be_the_users_own(processes: Processes) -> None:
 
 
 def test_past_a_held_end_no_loss_is_asked_for(processes: Processes) -> None:
-    processes(2, go_past_in_silence)
+    assert processes(2, go_past_in_silence) == [TOTAL + 2 * T] * 2
 
 
-def go_past_in_silence(rank: int) -> None:
+def go_past_in_silence(rank: int) -> int:
     trainer = Trainer(rank).train(range(TOTAL))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2 * T):
             trainer.scheduler.step()
+    return trainer.scheduler.last_epoch
 
 
 def train_without_ddp(rank: int) -> None:

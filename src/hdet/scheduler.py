@@ -139,6 +139,9 @@ class HDET(LRScheduler):
         run resumes bit for bit, call `converge()` instead. All replicas must enter it.
         """
         self._refuse_while_visiting("consensus()")
+        if self._replicas.size == 1:
+            yield
+            return
         weights = PARTS[:-1]
         call = self._roll_call(*weights)
         verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
@@ -351,7 +354,8 @@ class HDET(LRScheduler):
         # Under a spread the parameters that train differ: no need to look.
         moving = () if self._steering.is_spread() else ("moving",)
         state = ("state",) if self._settings.optimizer_state == "average" else ()
-        call = self._roll_call(*moving, "still", "buffers", *state)
+        compare = (*moving, "still", "buffers", *state) if self._replicas.size > 1 else ()
+        call = self._roll_call(*compare)
         self._check_losses(call)
         verdict, num_bytes = self._converge(call)
         stopwatch.mark()
