@@ -2,13 +2,11 @@
 PYTHON ?= python3
 TORCH ?= torch
 BIN := .venv/bin
-TORCHRUN := $(BIN)/python -m torch.distributed.run --nproc-per-node 4
 
 .PHONY: demo test check lint types clean
 
 demo: .venv/ready
-	OMP_NUM_THREADS=1 $(TORCHRUN) examples/ddp.py --out runs/demo
-	$(BIN)/python docs/pictures/fan_out.py runs/demo runs/demo/fan_out.svg
+	$(BIN)/hdet demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q

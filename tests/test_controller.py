@@ -72,3 +72,18 @@ def test_a_bad_argument_names_itself(argument: str, value: float, words: str) ->
     with pytest.raises(ValueError) as error:
         hdet.PaperController(**{argument: value})  # type: ignore[arg-type]
     assert str(error.value) == words
+
+
+def test_the_error_of_the_hypergradient_follows_the_losses_to_first_order() -> None:
+    controller = hdet.PaperController(temperature=0.2)
+    losses, factors, errors = [1.0, 1.1, 0.9], [0.8, 1.0, 1.3], [0.02, 0.05, 0.01]
+    move = controller.update(ScaleState(), Evidence(losses, factors, errors))
+    small = 1e-6
+    slopes = []
+    for replica in range(3):
+        moved = [loss + small * (r == replica) for r, loss in enumerate(losses)]
+        other = controller.update(ScaleState(), Evidence(moved, factors))
+        slopes.append((other.hypergradient - move.hypergradient) / small)
+        assert other.error is None
+    want = sum((slope * error) ** 2 for slope, error in zip(slopes, errors, strict=True)) ** 0.5
+    assert move.error == pytest.approx(want, rel=1e-4)

@@ -1,4 +1,4 @@
-"""The examples run as they are written, under torchrun with real processes."""
+"""The examples run as they are written."""
 
 import json
 import subprocess
@@ -29,3 +29,22 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
     assert all(len(line["losses"]) == 4 for line in cycles)
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert saved["scheduler"]["step"] == 6 * 23
+
+
+def test_the_example_for_one_device_trains_and_leaves_a_record_and_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/one_device.py", "--steps", "200", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(done.stdout.split("accuracy")[-1].split()[0]) > 0.9
+    lines = (tmp_path / "record.jsonl").read_text().splitlines()
+    assert len([line for line in lines if '"event": "cycle"' in line]) == 20
+    states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert states[2]["step"] == 200

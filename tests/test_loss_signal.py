@@ -13,7 +13,7 @@ def test_the_mean_is_weighted_and_exact() -> None:
     for _ in range(1000):
         signal.add(torch.tensor(0.1, dtype=torch.float32, requires_grad=True), 1.0)
     signal.add(5, 3.0)
-    ((mean, count),) = signal.rows().tolist()
+    ((mean, count, _),) = signal.rows().tolist()
     tenth = float(torch.tensor(0.1, dtype=torch.float32))
     assert mean == pytest.approx((1000 * tenth + 15) / 1003, rel=1e-14)
     assert count == 1001
@@ -25,7 +25,7 @@ def test_it_starts_again_after_a_cycle() -> None:
     signal.clear()
     assert signal.rows()[:, 1].tolist() == [0.0, 0.0]
     signal.add(torch.tensor([3.0, 4.0]), 1.0)
-    assert signal.rows().tolist() == [[3.0, 1.0], [4.0, 1.0]]
+    assert signal.rows()[:, :2].tolist() == [[3.0, 1.0], [4.0, 1.0]]
 
 
 def test_no_step_within_a_cycle_reads_a_value_back() -> None:
@@ -38,3 +38,26 @@ def test_no_step_within_a_cycle_reads_a_value_back() -> None:
         scheduler.step(torch.empty((), device="meta"))
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         scheduler.step()
+
+
+def test_the_error_is_that_of_the_noise_and_not_of_the_trend() -> None:
+    signal = LossSignal(2)
+    noise = torch.randn(4000, 2, dtype=torch.float64)
+    trend = torch.linspace(50, 0, 4000, dtype=torch.float64)[:, None]
+    for losses in noise + trend:
+        signal.add(losses, 1.0)
+    errors = signal.rows()[:, 2]
+    torch.testing.assert_close(
+        errors, torch.full((2,), 4000**-0.5, dtype=torch.float64), rtol=0.05, atol=0.0
+    )
+
+
+def test_one_loss_has_no_error() -> None:
+    signal = LossSignal(1)
+    signal.add(1.0, 1.0)
+    assert signal.rows()[0, 2].isnan()
+    signal.add(3.0, 1.0)
+    torch.testing.assert_close(signal.rows()[0, 2].item(), 1.0)  # a jump of 2: sqrt(4 / 2 / 2)
+    signal.clear()
+    signal.add(9.0, 1.0)
+    assert signal.rows()[0, 2].isnan()

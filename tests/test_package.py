@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 import hdet
 
 SOURCE = Path(hdet.__file__).parent
-PURE = ["controller", "guard", "spread", "steering", "validation"]
+PURE = ["controller", "guard", "history", "spread", "steering", "validation"]
 
 
 def test_what_is_public_is_listed() -> None:
@@ -22,7 +22,7 @@ def test_what_is_public_is_listed() -> None:
         for name, value in vars(hdet).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     ]
-    assert sorted(hdet.__all__) == sorted(public)
+    assert sorted(hdet.__all__) == sorted([*public, "__version__"])
 
 
 def test_importing_it_does_nothing() -> None:
@@ -82,3 +82,10 @@ def test_every_file_says_what_it_is_for() -> None:
     for folder in ("src", "tests", "benchmarks", "examples"):
         for path in (root / folder).rglob("*.py"):
             assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_the_scheduler_does_not_know_which_engine_it_has() -> None:
+    for room in ("scheduler", "one_cycle", "parameters", "roll_call", "steering"):
+        text = (SOURCE / f"{room}.py").read_text().lower()
+        assert "stacked" not in text
+        assert "processreplicas" not in text

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.record import SCHEMA, Recorder, Stopwatch
+from hdet.history import SCHEMA
+from hdet.record import Recorder, Stopwatch
 from tests.processes import Processes
 from tests.test_scheduler import TOTAL, T, Trainer
 
@@ -35,7 +36,7 @@ def test_a_cycle_is_one_line_with_everything_in_it(processes: Processes, tmp_pat
     assert start["event"] == "run"
     assert start["settings"]["spread"] == 0.3
     assert start["settings"]["controller"]["temperature"] == 0.1
-    assert set(start["versions"]) == {"python", "torch"}
+    assert set(start["versions"]) == {"hdet", "python", "torch"}
     assert all(line["schema"] == SCHEMA for line in lines)
     cycles = [line for line in lines if line["event"] == "cycle"]
     assert [line["step"] for line in cycles] == list(range(T, TOTAL + 1, T))
@@ -108,3 +109,19 @@ def test_a_line_waits_for_its_time(tmp_path: Path) -> None:
     recorder.flush()
     assert [line["event"] for line in lines_of(tmp_path)] == ["cycle", "resume"]
     assert lines_of(tmp_path)[0]["converge"] == {"bytes": 1, "seconds": 0.5}
+
+
+def test_a_half_written_line_does_not_spoil_the_next(tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").write_text('{"event": "cyc')
+    Recorder(tmp_path).write({"event": "resume", "step": 3})
+    first, second = (tmp_path / "record.jsonl").read_text().splitlines()
+    assert first == '{"event": "cyc'
+    assert json.loads(second)["event"] == "resume"
+
+
+@pytest.mark.parametrize("value", [None, "abc", 10**400, torch.ones(2)])
+def test_a_note_takes_numbers(value: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2, record=tmp_path)
+    with pytest.raises(TypeError, match="`loss` must be a number"):
+        scheduler.note(loss=value)

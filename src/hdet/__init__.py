@@ -10,14 +10,20 @@ from hdet.controller import PaperController
 from hdet.guard import ReplicasLost
 from hdet.one_cycle import OneCycleHDET
 from hdet.parameters import perturb_
+from hdet.replay import Replay
 from hdet.replicas import ProcessReplicas
 from hdet.scheduler import HDET
+from hdet.stacked import StackedReplicas
+from hdet.version import __version__
 
 __all__ = [
     "HDET",
     "OneCycleHDET",
     "PaperController",
     "ProcessReplicas",
+    "Replay",
     "ReplicasLost",
+    "StackedReplicas",
+    "__version__",
     "perturb_",
 ]

@@ -15,6 +15,9 @@ PARTS = ("moving", "still", "buffers", "state")
 """What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
 
 
+SAMPLES = 4096
+"""About so many parameters tell how far replicas are apart."""
+
 Agreed = Mapping[str, list[bool]]
 """Part -> for each of its tensors (or for all of them at once) whether all replicas agree in it."""
 
@@ -98,6 +101,16 @@ class Body:
                     (averaged if floating and id(tensor) not in steps else counted).append(tensor)
         return averaged, counted
 
+    def sample(self) -> Tensor:
+        """Every so many-th of the parameters that train, in their order."""
+        key = ("sample",)
+        if key not in self._lists:
+            self._lists[key] = (_every(self._parts["moving"], SAMPLES), [])
+        views = self._lists[key][0]
+        if len({(view.dtype, view.device) for view in views}) > 1:
+            views = [view.to(device=views[0].device, dtype=torch.float64) for view in views]
+        return torch.cat(views) if views else torch.zeros(0)
+
     def state_numel(self) -> int:
         """How much optimizer state there is: replicas that differ here cannot average it."""
         return sum(tensor.numel() for tensor in self.part("state"))
@@ -106,8 +119,13 @@ class Body:
         """How many elements of the buffers are not finite."""
         counts = [(~tensor.isfinite()).sum() for tensor in self.divided(["buffers"], {})[0]]
         if not counts:
-            return torch.tensor(0)
+            # On the device: a zero from the host would make it wait.
+            return torch.zeros((), dtype=torch.int64, device=self._device())
         return torch.stack([count.to(counts[0].device) for count in counts]).sum()
+
+    def _device(self) -> torch.device | None:
+        tensors = [*self._parts["moving"], *self._parts["still"]]
+        return tensors[0].device if tensors else None
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter under its name in the model, or its place in the optimizer."""
@@ -149,6 +167,17 @@ class Body:
             for key in sorted(state)
             if isinstance(state[key], Tensor)
         ]
+
+
+def _every(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Views of evenly spaced elements of all tensors together, at least `most` of them if any."""
+    stride = max(sum(tensor.numel() for tensor in tensors) // most, 1)
+    views, start = [], stride // 2
+    for flat in map(flatten, tensors):
+        if start < flat.numel():
+            views.append(flat[start::stride])
+        start = (start - flat.numel()) % stride
+    return views
 
 
 def _places(model: nn.Module | None, kind: str) -> list[Place]:

@@ -37,6 +37,8 @@ class Evidence(NamedTuple):
 
     losses: Sequence[float]
     factors: Sequence[float]
+    errors: Sequence[float | None] = ()
+    """The standard error of each loss, where it is known."""
 
 
 class Move(NamedTuple):
@@ -46,6 +48,8 @@ class Move(NamedTuple):
     hypergradient: float
     decision: str
     reason: str
+    error: float | None = None
+    """The standard error of the hypergradient; none where the losses' are not known."""
 
 
 class Controller(Protocol):
@@ -83,6 +87,27 @@ def hypergradient(weights: Sequence[float], factors: Sequence[float]) -> float:
     """
     centre = fmean(factors)
     return math.fsum(w * (f - centre) for w, f in zip(weights, factors, strict=True))
+
+
+def hypergradient_error(
+    weights: Sequence[float],
+    factors: Sequence[float],
+    errors: Sequence[float | None],
+    temperature: float,
+) -> float | None:
+    """The standard error of the hypergradient, to first order in those of the losses.
+
+    A loss that is higher by e lowers its weight: d Delta / d L_r = -w_r (f_r - sum w f) / sigma.
+
+    >>> hypergradient_error([0.5, 0.5], [0.5, 1.5], [0.3, 0.4], temperature=0.5)
+    0.25
+    """
+    known = [error for error in errors if error is not None]
+    if not known or len(known) < len(weights):
+        return None
+    preferred = math.fsum(w * f for w, f in zip(weights, factors, strict=True))
+    terms = zip(weights, factors, known, strict=True)
+    return math.hypot(*(w * (f - preferred) * e / temperature for w, f, e in terms))
 
 
 def decay_rate(start: float, floor: float, num_cycles: int) -> float:
@@ -130,7 +155,8 @@ class PaperController:
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
         """v <- beta v + (1 - beta) Delta; scale <- (1 - gamma) scale + lambda v (paper, eq. 7)."""
-        pull = hypergradient(self.weigh(evidence.losses), evidence.factors)
+        weights = self.weigh(evidence.losses)
+        pull = hypergradient(weights, evidence.factors)
         velocity = self.momentum * state.velocity + (1 - self.momentum) * pull
         decayed = state.scale * (1 - state.decay)
         wanted = decayed + self.step_size * velocity
@@ -141,6 +167,7 @@ class PaperController:
             hypergradient=pull,
             decision=_direction(scale, decayed),
             reason=_reason(evidence, pull, velocity, bounded=scale != wanted),
+            error=hypergradient_error(weights, evidence.factors, evidence.errors, self.temperature),
         )
 
 

@@ -1,4 +1,8 @@
-"""What replicas are compared by: the mean loss of a cycle, kept on the device until it ends."""
+"""What replicas are compared by: the mean loss of a cycle, kept on the device until it ends.
+
+Its standard error comes from the jumps between one loss and the next, so that a loss that falls
+steadily through the cycle does not look noisy.
+"""
 
 import math
 from typing import Any
@@ -13,11 +17,14 @@ class LossSignal:
     def __init__(self, num_local: int) -> None:
         self._num_local = num_local
         self._sums: Tensor | None = None
+        self._jumps: Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
-        if self._sums is not None:
-            self._sums.zero_()
+        for kept in (self._sums, self._jumps):
+            if kept is not None:
+                kept.zero_()
+        self._last: Tensor | None = None
         self._weight = 0.0
         self.num_observed = 0
 
@@ -33,20 +40,31 @@ class LossSignal:
                 f"`loss` must hold {self._num_local} number(s), one for each replica of this "
                 f"process, got shape {tuple(values.shape)}."
             )
-        if self._sums is None or self._sums.device != values.device:
-            exact = torch.float32 if values.device.type == "mps" else torch.float64
-            earlier = self._sums
-            self._sums = torch.zeros(self._num_local, dtype=exact, device=values.device)
-            if earlier is not None:
-                self._sums += earlier.to(values.device)
-        self._sums.add_(values.reshape(-1), alpha=weight)
+        exact = torch.float32 if values.device.type == "mps" else torch.float64
+        values = values.reshape(-1).to(exact)
+        self._sums = _on(values.device, self._sums, values)
+        self._jumps = _on(values.device, self._jumps, values)
+        self._sums.add_(values, alpha=weight)
+        if self._last is not None:
+            self._jumps.addcmul_(*[values - self._last.to(values.device)] * 2)
+        self._last = values
         self._weight += weight
         self.num_observed += 1
 
     def rows(self) -> Tensor:
-        """Mean loss (0 if there was none) and number of observations, for each local replica."""
-        if self._sums is None:
-            return torch.zeros(self._num_local, 2, dtype=torch.float64)
+        """For each local replica: mean loss (0 if there was none), number of observations, and
+        the standard error of the mean (not a number below two observations)."""
+        if self._sums is None or self._jumps is None:
+            return torch.zeros(self._num_local, 3, dtype=torch.float64)
         means = self._sums / self._weight if self._weight else self._sums
-        counts = torch.full_like(means, self.num_observed)
-        return torch.stack([means, counts], dim=1)
+        num = self.num_observed
+        counts = torch.full_like(means, num)
+        scale = 2 * (num - 1) * num if num > 1 else math.nan
+        return torch.stack([means, counts, (self._jumps / scale).sqrt()], dim=1)
+
+
+def _on(device: torch.device, kept: Tensor | None, values: Tensor) -> Tensor:
+    """A running sum, on the device that losses come from now."""
+    if kept is None:
+        return torch.zeros_like(values)
+    return kept if kept.device == device else kept.to(device)

@@ -51,6 +51,10 @@ class Parameters:
         """
         return torch.stack([body.num_bad_buffers() for body in self._bodies])
 
+    def sample(self) -> Tensor:
+        """The same few thousand of the parameters that train, for each local replica."""
+        return torch.stack([body.sample() for body in self._bodies])
+
     def fingerprints(self, part: str) -> Tensor:
         """One number for each tensor of a part: replicas share it where they agree, bit for bit.
 
@@ -65,6 +69,8 @@ class Parameters:
         """Name -> what replicas must have in common, for the door."""
         body = self._bodies[0]
         body.check()
+        if not self.are_perturbed():
+            self._check_alike()
         parameters, buffers = body.parameters(), body.buffers()
         prints: list[int | None] = [*fingerprints(list(parameters.values())).tolist()]
         prints += [None] * len(buffers)
@@ -79,7 +85,23 @@ class Parameters:
 
     def are_perturbed(self) -> bool:
         """Whether `perturb_` made the replicas differ on purpose."""
-        return any(hasattr(p, _PERTURBED) for p in self._bodies[0].parameters().values())
+        return all(
+            any(hasattr(p, _PERTURBED) for p in body.parameters().values()) for body in self._bodies
+        )
+
+    def _check_alike(self) -> None:
+        """Replicas that live together must start from the same values too."""
+        named = [body.parameters() for body in self._bodies]
+        prints = [fingerprints(list(one.values())).tolist() for one in named if len(named) > 1]
+        for name, *values in zip(named[0], *prints, strict=False):
+            for replica, value in enumerate(values):
+                if value != values[0]:
+                    raise ValueError(
+                        f"replicas must be alike: parameter {name!r} does not start from the same "
+                        f"values on replicas 0 and {replica}. Change weights before stacking the "
+                        "model, load them with its load_state_dict, or perturb them on purpose "
+                        "with hdet.perturb_(model, replicas=...)."
+                    )
 
     # What is done to them --------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ once, so that an unfinished run leaves a record that can be read.
 
 import json
 import math
+import os
 import platform
 import time
 import warnings
@@ -17,10 +18,9 @@ from typing import Any
 import torch
 
 from hdet.guard import Triage
+from hdet.history import FILE_NAME, SCHEMA
 from hdet.steering import Steered
-
-SCHEMA = 1
-FILE_NAME = "record.jsonl"
+from hdet.version import __version__
 
 
 def converge_line(step: int, verdict: Triage, num_bytes: int) -> dict[str, Any]:
@@ -37,22 +37,29 @@ def cycle_line(
     cycle: int,
     names: Sequence[str],
     losses: Sequence[float | None],
+    errors: Sequence[float | None],
+    distances: Sequence[float | None],
     steered: Steered,
     ran_with: Sequence[float],
     factors: Sequence[Sequence[float]],
+    course: dict[str, Any],
 ) -> dict[str, Any]:
     """What a cycle showed and what came of it. `lrs` are those of its last step."""
     return {
         "event": "cycle",
         "cycle": cycle,
         "losses": losses,
+        "loss_errors": errors,
         "weights": steered.weights,
+        "distances": distances,
+        "course": course,
         "knobs": [
             {
                 "name": name,
                 "lrs": [base * factor for factor in used],
                 **move.state._asdict(),
                 "hypergradient": move.hypergradient,
+                "hypergradient_error": move.error,
                 "decision": move.decision,
                 "reason": move.reason,
             }
@@ -94,19 +101,35 @@ class Recorder:
     def __init__(self, run: str | Path) -> None:
         self.path = Path(run) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.open("a").close()  # a path that cannot be written is an error now, not later
+        with self.path.open("a+b") as file:  # a path that cannot be written is an error now
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # what a kill left half written must not spoil the next
+                    file.write(b"\n")
         self._failed = False
         self._waiting: deque[tuple[dict[str, Any], Stopwatch | None]] = deque()
 
-    def start(self, settings: dict[str, Any]) -> None:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        self.write({"event": "run", "settings": settings, "versions": versions})
+    def start(self, settings: dict[str, Any], replicas: dict[str, Any], device: str) -> None:
+        versions = {
+            "hdet": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        self.write(
+            {
+                "event": "run",
+                "settings": settings,
+                "replicas": replicas,
+                "device": device,
+                "versions": versions,
+            }
+        )
 
     def write(
         self, line: dict[str, Any], converge: Stopwatch | None = None, *, wait: bool = False
     ) -> None:
         """Queue a line; it is written as soon as the time of its converge is known."""
-        self._waiting.append((line, converge))
+        self._waiting.append(({"time": round(time.time(), 3), **line}, converge))
         self.flush(wait=wait)
 
     def flush(self, *, wait: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -244,6 +245,22 @@ class ProcessReplicas:
         while on_the_wire:
             land()
         return sent
+
+
+@contextmanager
+def gloo_group(meeting: str, rank: int, size: int) -> Iterator[Callable[[bool], bool]]:
+    """A default process group on the CPU; inside, a way to ask whether anybody says yes."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+
+    def anybody(says: bool) -> bool:
+        votes = torch.tensor(float(says))
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes)
+
+    try:
+        yield anybody
+    finally:
+        dist.destroy_process_group()
 
 
 def default_replicas() -> Replicas:

@@ -1,5 +1,6 @@
 """What replicas tell each other before a converge: one row each, and one host sync for all."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,10 @@ class RollCall(NamedTuple):
 
     losses: list[float | None]
     """Mean loss since the last converge; none where no loss was observed."""
+    errors: list[float | None]
+    """Its standard error; none below two observations."""
+    distances: list[float | None]
+    """How far the weights are from the mean of all, relative to it; from a sample of them."""
     num_observed: list[int]
     finite: list[bool]
     agreed: Agreed
@@ -40,8 +45,12 @@ def roll_call(
     *,
     step: int,
     compare: Sequence[str],
+    measures: bool = False,
 ) -> RollCall:
-    """Gather one row from every replica. `compare` names the parts that may be equal on all."""
+    """Gather one row from every replica. `compare` names the parts that may be equal on all.
+
+    With `measures`, also how far they are apart.
+    """
     parameters.refresh()
     rows = signal.rows().double()
     with_state = "state" in compare
@@ -61,16 +70,29 @@ def roll_call(
     for values in prints.values():
         # A float64 holds 53 bits: the 64 of a fingerprint travel in two columns.
         columns += [column(values >> 32), column(values & 0xFFFFFFFF)]
-    table = replicas.gather(torch.column_stack([rows, *columns])).tolist()
-    _check_steps([int(row[2]) for row in table])
-    least_bad = min(row[4] for row in table)
+    sample = column(parameters.sample()) if measures else rows[:, :0]
+    everyone = replicas.gather(torch.column_stack([rows, *columns, sample]))
+    told, samples = everyone.split([everyone.shape[1] - sample.shape[1], sample.shape[1]], dim=1)
+    table = torch.column_stack([_distances(samples), told]).tolist()
+    _check_steps([int(row[4]) for row in table])
+    least_bad = min(row[6] for row in table)
     return RollCall(
-        losses=[row[0] if row[1] else None for row in table],
-        num_observed=[int(row[1]) for row in table],
-        finite=[bool(row[3]) and row[4] == least_bad for row in table],
-        agreed=_compare([row[6:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
-        states_match=len({row[5] for row in table}) == 1,
+        losses=[row[1] if row[2] else None for row in table],
+        num_observed=[int(row[2]) for row in table],
+        errors=[row[3] if row[2] > 1 and math.isfinite(row[3]) else None for row in table],
+        distances=[row[0] if math.isfinite(row[0]) else None for row in table],
+        finite=[bool(row[5]) and row[6] == least_bad for row in table],
+        agreed=_compare([row[8:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
+        states_match=len({row[7] for row in table}) == 1,
     )
+
+
+def _distances(samples: Tensor) -> Tensor:
+    """RMS distance of each row from the mean of the finite ones, relative to the mean's RMS."""
+    finite = samples.isfinite().all(1, keepdim=True)
+    mean = torch.where(finite, samples, 0).sum(0) / finite.sum()
+    distances: Tensor = (samples - mean).norm(dim=1) / mean.norm()
+    return distances
 
 
 def _compare(table: list[list[float]], sizes: dict[str, int]) -> Agreed:

@@ -23,6 +23,7 @@ from hdet import knobs
 from hdet.base import Base
 from hdet.body import PARTS
 from hdet.controller import Controller, PaperController
+from hdet.course import Course
 from hdet.door import Settings, agree, describe, plain, refuse
 from hdet.guard import Triage, triage
 from hdet.loss_signal import LossSignal
@@ -31,6 +32,7 @@ from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
 from hdet.steering import Cycle, Steering
+from hdet.validation import number_of
 
 STATE_VERSION = 1
 
@@ -97,6 +99,7 @@ class HDET(LRScheduler):
         if self._recorder is not None:
             self._recorder.flush()
         ran_with = self._steering.base_lrs(self._base.lrs)
+        self._course.add(self.last_epoch, self.get_base_lr(), self._base.momenta)
         if self._is_over():
             self._overrun()
         elif not self._base.wants_metric:
@@ -152,6 +155,16 @@ class HDET(LRScheduler):
             finally:
                 self._visiting = False
 
+    def note(self, text: str = "", **measures: float) -> None:
+        """Write a line of your own into the record: what you did, or what you measured.
+
+        The report plots the measures over the steps; `loss` is the loss of the consensus on data
+        that it was not trained on. Without a record it does nothing.
+        """
+        values = {name: number_of(name, value) for name, value in measures.items()}
+        line = {"event": "note", "step": self.last_epoch, "text": str(text), "measures": values}
+        self._write_record(line)
+
     # What it is set to ---------------------------------------------------------------------
 
     def get_last_lr(self) -> list[Any]:
@@ -168,6 +181,11 @@ class HDET(LRScheduler):
         """The learning rates in the centre of the spread: those of the consensus."""
         centres = zip(self._steering.base_lrs(self._base.lrs), self._steering.knobs, strict=True)
         return [lr * knob.state.scale for lr, knob in centres]
+
+    def get_replica_lrs(self) -> list[list[float]]:
+        """The learning rates of every replica, in their order, one for each group."""
+        replicas = range(self._replicas.size)
+        return [self._steering.lrs(self._base.lrs, replica) for replica in replicas]
 
     # State ---------------------------------------------------------------------------------
 
@@ -202,6 +220,7 @@ class HDET(LRScheduler):
         if self._is_over():
             self._steering.end(close=self._settings.on_overrun == "hold")
         self._begin_anew(cut_short=True)
+        self._course.clear()
         self._steering.fan_out()
         self._write()
         self._write_record({"event": "resume", "step": self.last_epoch})
@@ -278,6 +297,7 @@ class HDET(LRScheduler):
         if model is not None:
             self._replicas.share_gradients(model, self._settings.gradients == "shared")
         self._optimizers = self._replicas.optimizers(self.optimizer)
+        self._course = Course()
         self._signal = LossSignal(len(self._replicas.local))
         self._visiting = self._cut_short = False
         self._warned: set[str] = set()
@@ -288,7 +308,11 @@ class HDET(LRScheduler):
         self._write()
         self._guard_loading()
         if self._recorder is not None:
-            self._recorder.start({**plain(self._settings), **self._schedule()})
+            self._recorder.start(
+                {**plain(self._settings), **self._schedule()},
+                {"kind": type(self._replicas).__name__, "size": self._replicas.size},
+                str(self._device()),
+            )
 
     def _taken_over(self) -> Cycle | None:
         """The schedule whose decay the controller takes over; in scale form none."""
@@ -341,7 +365,8 @@ class HDET(LRScheduler):
     def _schedule(self) -> dict[str, Any]:
         """What replicas must have in common beside the settings."""
         return {
-            "optimizer": type(self.optimizer).__name__,
+            # The user's optimizer may stand for several: what it is made of counts.
+            "optimizer": type(self._replicas.optimizers(self.optimizer)[0]).__name__,
             "learning_rates": dict(zip(self._base.names, self._base.lrs, strict=True)),
             "groups": self._parameters.describe_groups(),
             "base": self._base.state_dict(),
@@ -355,21 +380,30 @@ class HDET(LRScheduler):
         moving = () if self._steering.is_spread() else ("moving",)
         state = ("state",) if self._settings.optimizer_state == "average" else ()
         compare = (*moving, "still", "buffers", *state) if self._replicas.size > 1 else ()
-        call = self._roll_call(*compare)
+        call = self._roll_call(*compare, measures=self._replicas.size > 1)
         self._check_losses(call)
         verdict, num_bytes = self._converge(call)
         stopwatch.mark()
         factors = [knob.factors() for knob in self._steering.knobs]
-        steered = self._steering.steer(call.losses, verdict.fit)
+        steered = self._steering.steer(call.losses, verdict.fit, call.errors)
         losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
         if self._base.wants_metric and losses:
             self._base.advance(fmean(losses))
         line = {
             **converge_line(self.last_epoch, verdict, num_bytes),
             **cycle_line(
-                self._steering.cycle, self._base.names, call.losses, steered, ran_with, factors
+                self._steering.cycle,
+                self._base.names,
+                call.losses,
+                call.errors,
+                call.distances,
+                steered,
+                ran_with,
+                factors,
+                self._course.points(),
             ),
         }
+        self._course.clear()
         self._steering.cycle += 1
         self._steering.start_if_due(self.last_epoch, self._base.lrs)
         if self._is_over():
@@ -378,13 +412,14 @@ class HDET(LRScheduler):
         self._steering.fan_out()
         self._write_record(line, stopwatch, wait=self._is_over())
 
-    def _roll_call(self, *compare: str) -> RollCall:
+    def _roll_call(self, *compare: str, measures: bool = False) -> RollCall:
         return roll_call(
             self._replicas,
             self._parameters,
             self._signal,
             step=self.last_epoch,
             compare=compare,
+            measures=measures,
         )
 
     def _check_losses(self, call: RollCall) -> None:

@@ -104,7 +104,12 @@ class Steering:
         pairs = zip(base, self.knobs, strict=True)
         return [lr if knob.held is None else knob.held for lr, knob in pairs]
 
-    def steer(self, losses: Sequence[float | None], fit: Sequence[int]) -> Steered:
+    def steer(
+        self,
+        losses: Sequence[float | None],
+        fit: Sequence[int],
+        errors: Sequence[float | None] = (),
+    ) -> Steered:
         """Ask the controller about every knob, with the losses of the replicas that are fit."""
         known = [loss for r in fit if (loss := losses[r]) is not None]
         pause = self._pause(complete=len(known) == len(fit))
@@ -114,7 +119,9 @@ class Steering:
                 move = coast(knob.state, pause or "")
             else:
                 factors = knob.factors()
-                evidence = Evidence(known, [factors[r] for r in fit])
+                evidence = Evidence(
+                    known, [factors[r] for r in fit], [errors[r] for r in fit] if errors else ()
+                )
                 move = self._controller.update(knob.state, evidence)
             knob.state = move.state
             moves.append(move)

@@ -30,6 +30,14 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a finite number above 0, got {value!r}.")
 
 
+def number_of(name: str, value: Any) -> float:
+    """A number, also from a tensor with one element."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise TypeError(f"`{name}` must be a number, got {value!r}.") from None
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)

@@ -1,0 +1,8 @@
+"""`python -m hdet` is the `hdet` command."""
+
+import sys
+
+from hdet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The `hdet` command: demo, report, export."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hdet.version import __version__
+
+STOPPED = 130  # what shells give a command that Ctrl-C ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status. 0: done, 1: it could not, 2: it was called wrongly."""
+    chosen = parser().parse_args(arguments)
+    try:
+        status: int = chosen.run(chosen)
+    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
+        print(f"hdet {chosen.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"hdet {chosen.command}: interrupted", file=sys.stderr)
+        return STOPPED
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="hdet",
+        description="Replicas that find and track your learning rate inside the run itself.",
+        epilog="`hdet COMMAND --help` says more about a command.",
+    )
+    top.add_argument("--version", action="version", version=f"hdet {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_report(commands)
+    _add_export(commands)
+    return top
+
+
+# demo ------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train on real data and watch it: HDET beside the plain run",
+        description=(
+            "Train a small network on handwritten digits, once with HDET and once with plain "
+            "OneCycleLR at the same learning rate, side by side and with the same budget. It takes "
+            "about two minutes on two cores, stacks its replicas on a GPU if there is one, and "
+            "leaves a record, a checkpoint and an HTML report. Ctrl-C stops it after the cycle; "
+            "the same command with --resume goes on."
+        ),
+    )
+    demo.add_argument("--replicas", type=int, default=4, help="how many replicas (default: 4)")
+    demo.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
+    demo.add_argument("--lr", type=float, default=0.03, help="peak learning rate (default: 0.03)")
+    demo.add_argument(
+        "--engine",
+        choices=("stacked", "processes"),
+        default="stacked",
+        help="replicas stacked on one device, or one process each (default: stacked)",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder to write to (default: runs/demo)",
+    )
+    demo.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    demo.set_defaults(run=_demo, refuse=demo.error)
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    _need("demo", "rich", "plotly", "sklearn")
+    from rich.console import Console
+    from rich.table import Table
+
+    from hdet import demo
+    from hdet.progress import cells
+
+    try:
+        settings = demo.Settings(
+            replicas=chosen.replicas, steps=chosen.steps, lr=chosen.lr, engine=chosen.engine
+        )
+    except (TypeError, ValueError) as error:
+        chosen.refuse(str(error))
+    outcome = demo.run(settings, chosen.out, resume=chosen.resume)
+    stopped = outcome.step < settings.steps
+    table = Table(
+        title=f"{'stopped' if stopped else 'after'} {outcome.step} of {settings.steps} steps"
+    )
+    for title in ("run", "training loss", "held-out loss", "accuracy", "learning rate found"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    for score, found in zip(outcome.scores, outcome.found, strict=True):
+        table.add_row(score.name, *cells(score._replace(lr=found)))
+    console = Console()
+    console.print(table)
+    console.print("learning rate found: the peak of the schedule times the scale at the end")
+    print(f"report      {outcome.page}")
+    print(f"checkpoint  {outcome.checkpoint}")
+    if stopped:
+        print("the same command with --resume goes on")
+        return STOPPED
+    return 0
+
+
+# report ----------------------------------------------------------------------------------------
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    report = commands.add_parser(
+        "report",
+        help="one HTML page about a run, or a comparison of several",
+        description=(
+            "Write one self-contained HTML page: losses, learning rates with every move and its "
+            "reason, hypergradients, distances, excluded replicas, costs, settings. Several runs "
+            "are compared on one page. It works on a run that has not ended."
+        ),
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its record.jsonl")
+    report.add_argument(
+        "--out",
+        type=Path,
+        help="the page to write (default: RUN/report.html; for several runs ./report.html)",
+    )
+    report.set_defaults(run=_report)
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    _need("report", "plotly")
+    from hdet import report
+
+    first = Path(chosen.runs[0])
+    beside = first if first.is_dir() else first.parent
+    page = chosen.out or (beside if len(chosen.runs) == 1 else Path()) / "report.html"
+    for history in report.write(chosen.runs, page):
+        for damage in history.damaged:
+            print(f"{history.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
+    print(page)
+    return 0
+
+
+# export ----------------------------------------------------------------------------------------
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    export = commands.add_parser(
+        "export",
+        help="the schedule that a run found, as JSON for hdet.Replay",
+        description=(
+            "Write the learning rates that a run found as JSON. hdet.Replay(optimizer, FILE) plays "
+            "them back as a plain scheduler without replicas, also stretched to another length."
+        ),
+    )
+    export.add_argument("run_folder", metavar="RUN", help="a run folder, or its record.jsonl")
+    export.add_argument(
+        "--out", help="the file to write, - for standard output (default: RUN/schedule.json)"
+    )
+    export.set_defaults(run=_export)
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    from hdet import history, schedule
+
+    told = history.read(chosen.run_folder)
+    for damage in told.damaged:
+        print(f"{told.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
+    found = schedule.found(told)
+    if not found.finished:
+        print(f"the run has not ended: {found.total_steps} steps are exported", file=sys.stderr)
+    if chosen.out == "-":
+        sys.stdout.write(found.to_json())
+        return 0
+    out = Path(chosen.out) if chosen.out else told.path.parent / "schedule.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(found.to_json(), encoding="utf-8")
+    print(out)
+    return 0
+
+
+def _need(extra: str, *modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        names = ", ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
+        raise ModuleNotFoundError(f"needs {names}: pip install 'hdet[{extra}]'")

@@ -1,0 +1,363 @@
+"""The plots of a report: what of a history is drawn, on which axes, in which words."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from hdet.drawing import (
+    MANY,
+    NUM_COLOURS,
+    Trace,
+    axis,
+    brief,
+    colour,
+    curve,
+    known,
+    label,
+    layout_of,
+    look,
+    mean,
+    per_replica,
+    rounded,
+    shortened,
+    wrapped,
+)
+from hdet.history import History, Knob
+
+MOST_STAYS = 600
+
+
+class Mark(NamedTuple):
+    """How a decision of the controller is shown."""
+
+    name: str
+    symbol: str
+    tint: str
+    size: int
+
+
+MOVES = {
+    "up": Mark("moved up", "triangle-up", "@c2", 10),
+    "down": Mark("moved down", "triangle-down", "@c1", 10),
+    "stay": Mark("stayed", "circle", "@soft", 4),
+}
+
+Labelled = tuple[str, History]
+
+
+class Plot(NamedTuple):
+    """A plot and the plain sentences that go with it."""
+
+    title: str
+    caption: str
+    data: list[Trace]
+    layout: dict[str, Any]
+    size: str = "wide"
+    """How much room it asks for: `wide`, `most`, `rest` or `half` of a row."""
+
+
+# Curves of a history -------------------------------------------------------------------------
+
+
+def mean_loss(history: History) -> list[tuple[int, float]]:
+    """The mean of the replicas' training losses, where any is known."""
+    pairs = [(cycle.step, known(cycle.losses)) for cycle in history.cycles]
+    return [(step, mean(losses)) for step, losses in pairs if losses]
+
+
+def centres(history: History, name: str) -> list[tuple[int, float]]:
+    """The centre of the spread of a knob's learning rates, at the end of every cycle."""
+    pairs = [(step, known(knob.lrs)) for step, knob in history.knob(name)]
+    return [(step, mean(lrs)) for step, lrs in pairs if lrs]
+
+
+def other_measures(histories: Iterable[History]) -> list[str]:
+    """The measures that get plots of their own: all but the held-out loss."""
+    names = dict.fromkeys(name for history in histories for name in history.measure_names)
+    return [name for name in names if name != "loss"]
+
+
+# Plots of one run ----------------------------------------------------------------------------
+
+
+def losses(history: History) -> Plot | None:
+    rows = [(cycle.step, cycle.losses) for cycle in history.cycles]
+    errors = [cycle.loss_errors for cycle in history.cycles]
+    traces = per_replica(rows, history.most_replicas, errors)
+    held_out = history.measure("loss")
+    thick = {"line": {"color": "@ink", "width": 3}, "marker": {"color": "@ink", "size": 7}}
+    title = "Loss of every replica"
+    caption = "Each thin line is the mean training loss of one replica over each cycle. "
+    if held_out:
+        traces.append(curve("consensus, held-out data", held_out, own_steps=True, **thick))
+        title += " and of the consensus"
+        caption += "The thick line is the loss of the consensus on held-out data, as it was noted."
+    elif len(traces) > 1:
+        mean_line = curve("mean of the replicas (training)", mean_loss(history), own_steps=True)
+        traces.append({**mean_line, **thick})
+        caption += "The thick line is their mean; no held-out loss of the consensus was noted."
+    else:
+        caption += "No held-out loss of the consensus was noted."
+    if not traces:
+        return None
+    y_axis = axis("loss", [value for trace in traces for value in trace["y"]])
+    mode = "closest" if history.most_replicas > NUM_COLOURS else "x unified"
+    return Plot(title, caption, traces, layout_of(y_axis, [history], hovermode=mode))
+
+
+def learning_rate(history: History, name: str, size: str) -> Plot | None:
+    knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.lrs)]
+    if not knobs:
+        return None
+    stays = sum(knob.decision == "stay" for _, knob in knobs)
+    shown = ("up", "down", "stay") if stays <= MOST_STAYS else ("up", "down")
+    centre = _centre(knobs, 0, "centre of the spread")
+    # The one line that answers to pointing: it knows everything about its cycle.
+    centre["text"] = [_told(knob, shown) for _, knob in knobs]
+    centre["hovertemplate"] = "%{text}<extra></extra>"
+    traces = [*_band(knobs, 0, "spread"), centre]
+    traces += [trace for decision in shown if (trace := _moves(knobs, decision))]
+    caption = (
+        "The band spans the replicas' learning rates in the last step of each cycle; triangles "
+        "are moves of the controller, and pointing at a cycle shows the reason."
+    )
+    if "stay" not in shown:
+        caption += f" The {stays:,} stays are not marked; their reasons are in the record."
+    layout = layout_of(_lr_axis(traces), [history])
+    return Plot(f"Learning rate: {shortened(name)}", caption, traces, layout, size)
+
+
+def _lr_axis(traces: Sequence[Trace]) -> dict[str, Any]:
+    values = [value for trace in traces for value in trace["y"]]
+    return axis("learning rate", values, tickformat="~e")
+
+
+def _band(knobs: Sequence[tuple[int, Knob]], index: int, name: str, **more: Any) -> list[Trace]:
+    """The lowest and the highest learning rate, and what lies between."""
+    lrs = [known(knob.lrs) for _, knob in knobs]
+    edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": [step for step, _ in knobs],
+        "line": {"color": f"{colour(index)}/0.55", "width": 1},
+        "hoverinfo": "skip",
+    }
+    lower = {**edge, "y": [rounded(min(each)) for each in lrs], "showlegend": False}
+    fill = {"fill": "tonexty", "fillcolor": f"{colour(index)}/0.18"}
+    return [lower, {**edge, "y": [rounded(max(each)) for each in lrs], **fill, **more}]
+
+
+def _centre(knobs: Sequence[tuple[int, Knob]], index: int, name: str, **more: Any) -> Trace:
+    points = [(step, mean(known(knob.lrs))) for step, knob in knobs]
+    trace = curve(name, points, own_steps=True, **look(index, 2.2), **more)
+    trace["mode"] = "lines" if len(points) > 1 else "lines+markers"
+    return trace
+
+
+def _told(knob: Knob, shown: Sequence[str]) -> str:
+    """What pointing at a cycle shows."""
+    lrs = known(knob.lrs)
+    lines = [f"{brief(mean(lrs))}, spread {brief(min(lrs))} to {brief(max(lrs))}"]
+    if knob.decision in MOVES:
+        lines.append(f"<b>{MOVES[knob.decision].name}</b>")
+    if knob.decision in shown or knob.decision not in MOVES:
+        lines.append(wrapped(knob.reason) or "no reason recorded")
+    if knob.scale is not None and knob.decision in ("up", "down"):
+        lines.append(f"scale after it: {brief(knob.scale)}")
+    return "<br>".join(lines)
+
+
+def _moves(knobs: Sequence[tuple[int, Knob]], decision: str) -> Trace | None:
+    made = [(step, knob) for step, knob in knobs if knob.decision == decision]
+    if not made:
+        return None
+    name, symbol, tint, size = MOVES[decision]
+    is_dense = len(knobs) > MANY
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [step for step, _ in made],
+        "y": [rounded(mean(known(knob.lrs))) for _, knob in made],
+        "hoverinfo": "skip",
+        "marker": {
+            "symbol": symbol,
+            "color": tint,
+            "size": max(4, size // 2) if is_dense else size,
+            "line": {"color": "@card", "width": 0 if is_dense else 1},
+        },
+    }
+
+
+def hypergradient(history: History, name: str, size: str) -> Plot | None:
+    knobs = [(s, knob) for s, knob in history.knob(name) if knob.hypergradient is not None]
+    if not knobs:
+        return None
+    errors = [rounded(knob.hypergradient_error) for _, knob in knobs]
+    points = [(step, knob.hypergradient or 0.0) for step, knob in knobs]
+    width, size_of_marker = (1.4, 5) if len(knobs) <= MANY else (0.7, 3)
+    marker = {"color": "@c0", "size": size_of_marker}
+    trace = curve("hypergradient", points, line={"color": "@c0", "width": width}, marker=marker)
+    caption = "Above zero the losses ask for a higher learning rate, below zero for a lower one"
+    if known(errors):
+        bars = {"type": "data", "array": errors, "width": 0, "thickness": width}
+        trace["error_y"] = {**bars, "color": "@c0/0.45"}
+        trace["text"] = ["" if e is None else f" ± {e:.2g}" for e in errors]
+        trace["hovertemplate"] = "%{y:.3~g}%{text}"
+        caption += "; bars are one standard error to each side."
+    else:
+        caption += "; no uncertainty was recorded."
+    traces = [trace]
+    if len(knobs) > MANY:
+        window = len(knobs) // 60
+        smooth = {"line": {"color": "@c1", "width": 2}}
+        traces.append(
+            curve(f"mean over {window} cycles", blocks(points, window), own_steps=True, **smooth)
+        )
+    zero: dict[str, Any] = {"zeroline": True, "zerolinecolor": "@soft", "zerolinewidth": 1.5}
+    y_axis = axis("hypergradient", rangemode="tozero", **zero)
+    layout = layout_of(y_axis, [history], showlegend=len(traces) > 1)
+    return Plot(f"Hypergradient: {shortened(name)}", caption, traces, layout, size)
+
+
+def blocks(points: Sequence[tuple[int, float]], length: int) -> list[tuple[int, float | None]]:
+    """The mean of every so many points, at the last of their steps.
+
+    >>> blocks([(1, 0.0), (2, 1.0), (3, 4.0)], length=2)
+    [(2, 0.5), (3, 4.0)]
+    """
+    parts = [points[start : start + length] for start in range(0, len(points), length)]
+    return [(part[-1][0], mean([value for _, value in part])) for part in parts]
+
+
+def scales(history: History) -> Plot | None:
+    """Every knob at once, each in units of where it began; for runs with many knobs."""
+    traces = []
+    for index, name in enumerate(history.knob_names):
+        points = centres(history, name)
+        if points and points[0][1] > 0:
+            ratios = [(step, lr / points[0][1]) for step, lr in points]
+            traces.append(curve(label(name), ratios, own_steps=True, **look(index, 1.6)))
+    if not traces:
+        return None
+    caption = "The centre of every knob's learning rate, as a multiple of that of its first cycle."
+    values = [value for trace in traces for value in trace["y"]]
+    mode = "x unified" if len(traces) <= NUM_COLOURS else "closest"
+    layout = layout_of(axis("multiple of the first", values), [history], hovermode=mode)
+    if mode == "closest":
+        for trace in traces:
+            trace["hovertemplate"] = "%{fullData.name}, step %{x:,d}: %{y:.4~g}<extra></extra>"
+    return Plot("All knobs", caption, traces, layout)
+
+
+def distances(history: History) -> Plot | None:
+    rows = [(cycle.step, cycle.distances) for cycle in history.cycles]
+    traces = per_replica(rows, max((len(row) for _, row in rows), default=0))
+    if not traces:
+        return None
+    values = [value for trace in traces for value in trace["y"]]
+    caption = (
+        "How far each replica had gone from the consensus just before the converge: the RMS of "
+        "the difference, relative to that of the weights."
+    )
+    mode = "closest" if len(traces) > NUM_COLOURS else "x unified"
+    layout = layout_of(axis("relative RMS distance", values), [history], hovermode=mode)
+    return Plot("Distance before each converge", caption, traces, layout, "half")
+
+
+def exclusions(history: History) -> Plot | None:
+    excluded = history.excluded
+    if not excluded:
+        return None
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "excluded",
+        "x": [gone.step for gone in excluded],
+        "y": [gone.replica for gone in excluded],
+        "text": [wrapped(gone.reason) or "no reason recorded" for gone in excluded],
+        "hovertemplate": "<b>replica %{y}, step %{x:,d}</b><br>%{text}<extra></extra>",
+        "marker": {"symbol": "x", "size": 11, "color": "@c1", "line": {"width": 0}},
+    }
+    last = max(history.most_replicas - 1, *(gone.replica for gone in excluded))
+    y_axis = axis("replica", range=[last + 0.5, -0.5], zeroline=False, tickformat="d")
+    y_axis |= {"dtick": 1} if last < 16 else {}
+    layout = layout_of(y_axis, [history], hovermode="closest", showlegend=False)
+    caption = "A cross is a replica that was left out of the converge at that step."
+    return Plot("Excluded replicas", caption, [trace], layout, "half")
+
+
+def converge_cost(history: History) -> Plot | None:
+    converges = history.every_converge
+    seconds = [(c.step, c.seconds) for c in converges if c.seconds is not None]
+    sizes = [(c.step, c.num_bytes) for c in converges if c.num_bytes is not None]
+    if not seconds and not sizes:
+        return None
+    top = curve("time", seconds, **look(0, 1.6))
+    bottom = curve("bytes sent by one replica", sizes, yaxis="y2", **look(0, 1.6))
+    top["hovertemplate"], bottom["hovertemplate"] = "%{y:.3~s}s", "%{y:.4~s}B"
+    from_zero: dict[str, Any] = {"rangemode": "tozero", "nticks": 5}
+    layout = layout_of(
+        axis("time", domain=[0.56, 1], tickformat="~s", ticksuffix="s", **from_zero),
+        [history],
+        yaxis2=axis("bytes", domain=[0, 0.44], tickformat="~s", ticksuffix="B", **from_zero),
+        showlegend=False,
+    )
+    layout["xaxis"]["anchor"] = "y2"
+    bottom["name"] = "bytes"
+    caption = "The time of each converge (above) and the bytes it sent (below), both from zero."
+    return Plot("Cost of converging", caption, [top, bottom], layout, "half")
+
+
+# Plots of several runs -----------------------------------------------------------------------
+
+
+def measure(runs: Sequence[Labelled], name: str, size: str = "half") -> Plot | None:
+    """What was noted of a measure; with one run or with several."""
+    traces = [
+        curve(label(who or name), points, own_steps=len(runs) > 1, **look(index, 2))
+        for index, (who, history) in enumerate(runs)
+        if (points := history.measure(name))
+    ]
+    if not traces:
+        return None
+    title = "Held-out loss of the consensus" if name == "loss" else shortened(name)
+    caption = "As it was noted in the record."
+    if len(traces) < len(runs):
+        caption += f" {len(runs) - len(traces)} of {len(runs)} runs noted none."
+    values = [value for trace in traces for value in trace["y"]]
+    y_axis = axis("held-out loss" if name == "loss" else label(name), values)
+    layout = layout_of(y_axis, [history for _, history in runs], showlegend=len(runs) > 1)
+    return Plot(title, caption, traces, layout, size)
+
+
+def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
+    traces = [
+        curve(label(who), points, own_steps=True, **look(index, 2))
+        for index, (who, history) in enumerate(runs)
+        if (points := mean_loss(history))
+    ]
+    if not traces:
+        return None
+    values = [value for trace in traces for value in trace["y"]]
+    layout = layout_of(axis("training loss", values), [history for _, history in runs])
+    caption = "The mean of the replicas' training losses over each cycle; not a held-out loss."
+    return Plot("Training loss", caption, traces, layout)
+
+
+def learning_rates(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:
+    traces: list[Trace] = []
+    for index, (who, history) in enumerate(runs):
+        knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.lrs)]
+        if knobs:
+            group = {"legendgroup": str(index)}
+            traces += _band(knobs, index, label(who), showlegend=False, **group)
+            traces.append(_centre(knobs, index, label(who), **group))
+    if not traces:
+        return None
+    layout = layout_of(_lr_axis(traces), [history for _, history in runs])
+    caption = (
+        "The line is the centre of the spread of each run, the band runs from the lowest to the "
+        "highest learning rate of its replicas."
+    )
+    return Plot(f"Learning rate: {shortened(name)}", caption, traces, layout, size)

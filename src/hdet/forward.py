@@ -1,0 +1,416 @@
+"""How replicas on one device are run: all at once under vmap, or one after another.
+
+Gradients land where a training loop looks for them: with shared gradients their mean on the
+parameters of replica 0 (the user's model), with local gradients on every replica's own.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hdet.capture import Captured
+from hdet.vmapped import Vmapped, safe_attention
+
+LossFunction = Callable[..., Tensor]
+"""(model, *batch) -> the loss of one replica on its part of the batch."""
+
+Tensors = dict[str, Tensor]
+
+# A captured batch keeps its activations: a few shapes (the last batch of an epoch) and no more.
+MOST_CAPTURED = 4
+
+
+class Replica:
+    """What a loss function gets as its model: something to call."""
+
+    def __init__(self, module: nn.Module, tensors: tuple[Tensors, ...]) -> None:
+        self._module, self._tensors = module, tensors
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return functional_call(self._module, self._tensors, inputs, options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`model.{name}` cannot be used in a loss function of stacked replicas, where `model` "
+            "can only be called: the weights are handed to its forward."
+        )
+
+
+class Forward:
+    """Runs the replicas of `modules`, whose tensors are slices of `weights` and `buffers`."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], weights: Tensors, buffers: Tensors, mode: str
+    ) -> None:
+        self.mode = mode
+        self.shares_gradients = True
+        self._modules, self._weights, self._buffers = modules, weights, buffers
+        self._device = next(iter(weights.values())).device
+        self._compile: Callable[[Any], Any] | None = None
+        self._functions: dict[Any, Any] = {}
+        self._captured: dict[Any, Captured | None] = {}
+        self._streams: list[Any] = []
+        self._said: set[str] = set()
+        self._followed: tuple[list[bool], list[bool]] | None = None
+
+    def compile(self, **options: Any) -> None:
+        """Compile what is run; on CUDA also capture it, so that the host does not hold it up."""
+        self._compile = lambda function: torch.compile(function, **options)
+        self._functions.clear()
+        self._captured.clear()
+
+    def losses(self, function: LossFunction, parts: Any) -> Tensor:
+        """The loss of every replica, [N], each on its part of the batch."""
+        self._check_home()
+        self.follow_the_model()
+        if self.mode == "auto":
+            if not (torch.is_grad_enabled() and self._modules[0].training):
+                return self._loop(function, parts)  # training decides, not an evaluation before it
+            self.mode = self._choose(function, parts)
+        if self._compile is None or self._device.type != "cuda" or not torch.is_grad_enabled():
+            return self._run(function, parts)
+        captured = self._capture(function, parts)
+        return self._run(function, parts) if captured is None else captured(parts)
+
+    # Which way ---------------------------------------------------------------------------------
+
+    def _choose(self, function: LossFunction, parts: Any) -> str:
+        """vmap where torch can, and where it is fast: on CUDA a convolution of N groups is not."""
+        modules = self._modules[0].modules()
+        convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in modules)
+        if (convolves and self._device.type == "cuda") or self._rebinds_buffers(function, parts):
+            return "loop"
+        self.mode = "vmap"
+        with self._undone():
+            try:
+                self._rehearse(function, parts)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                reason = str(error).strip().splitlines()[0]
+            else:
+                return "vmap"
+        self.mode = "loop"
+        with self._undone():
+            self._rehearse(function, parts)  # if this fails too, the error is the user's
+        warnings.warn(
+            f"replicas run one after another: vmap cannot run this model ({reason})", stacklevel=4
+        )
+        return "loop"
+
+    def _rebinds_buffers(self, function: LossFunction, parts: Any) -> bool:
+        """Whether the forward makes new buffers instead of changing them: vmap would lose them."""
+        module = copy.deepcopy(self._modules[0])
+        before = {name: id(buffer) for name, buffer in module.named_buffers()}
+        part = tree_map(lambda value: value[0] if _is_split(value) else value, parts)
+        with self._undone(), torch.no_grad():
+            function(Replica(module, ()), *part)
+        return before != {name: id(buffer) for name, buffer in module.named_buffers()}
+
+    def _rehearse(self, function: LossFunction, parts: Any) -> None:
+        losses = self._run(function, parts)
+        if losses.requires_grad:
+            leaves = [leaf for leaf in self._leaves() if leaf.requires_grad]
+            torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What is done inside changes no buffer and no random state."""
+        kept = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            try:
+                yield
+            finally:
+                for name, buffer in kept.items():
+                    self._buffers[name].copy_(buffer)
+
+    # How -----------------------------------------------------------------------------------------
+
+    def _run(self, function: LossFunction, parts: Any) -> Tensor:
+        run = self._vmap if self.mode == "vmap" else self._loop
+        if self._compile is None:
+            return run(function, parts)
+        with warnings.catch_warnings():
+            # torch's compiler warns of what it does itself to the tensors it is given.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+            warnings.filterwarnings("ignore", message=".*should not be instantiated")
+            return run(function, parts)
+
+    def _leaves(self) -> list[Tensor]:
+        """What gradients are computed for."""
+        modules = self._modules[:1] if self.shares_gradients else self._modules
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    def _vmap(self, function: LossFunction, parts: Any) -> Tensor:
+        leaves: Tensors = {}
+        weights = self._weights
+        if self.shares_gradients:
+            leaves = dict(self._modules[0].named_parameters())
+        else:
+            names = list(weights)
+            leaf_rows = [p for m in self._modules for p in m.parameters()]
+            joined = OwnGradients.apply(len(names), *weights.values(), *leaf_rows)
+            weights = dict(zip(names, joined, strict=True))
+        run = self._compiled(_vmapped)
+        with safe_attention(self._device.type):
+            losses: Tensor = run(
+                function, self._modules[0], leaves, weights, self._buffers, parts, self._device.type
+            )
+        return losses
+
+    def _loop(self, function: LossFunction, parts: Any) -> Tensor:
+        run = self._compiled(_alone)
+        weights = self._weights_of_each()
+        streams = self._branches()
+        losses = []
+        for r, module in enumerate(self._modules):
+            part = tree_map(lambda v, r=r: v[r] if _is_split(v) else v, parts)
+            # A compiled function is made for one module; what the others have is handed to it.
+            ours = module if self._compile is None else self._modules[0]
+            buffers = {} if ours is module else {n: b[r] for n, b in self._buffers.items()}
+            with streams(r):
+                losses.append(run(function, ours, weights[r], buffers, part))
+        streams(None)
+        return torch.stack(losses)
+
+    def _weights_of_each(self) -> list[Tensors]:
+        names = list(self._weights)
+        if not self.shares_gradients:
+            return [dict(module.named_parameters()) for module in self._modules]
+        leaves = [*self._modules[0].parameters()]
+        rows = [stack[r] for r in range(len(self._modules)) for stack in self._weights.values()]
+        spread = SharedGradients.apply(len(names), *leaves, *rows)
+        return [
+            dict(zip(names, spread[r * len(names) : (r + 1) * len(names)], strict=True))
+            for r in range(len(self._modules))
+        ]
+
+    def _compiled(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if self._compile is None:
+            return run
+        if run not in self._functions:
+            self._functions[run] = self._compile(run)
+        compiled: Callable[..., Tensor] = self._functions[run]
+        return compiled
+
+    def _branches(self) -> "Branches":
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and not self._streams:
+            self._streams = [torch.cuda.Stream() for _ in self._modules]
+        return Branches(self._streams if capturing else [])
+
+    # On CUDA: recorded once ----------------------------------------------------------------------
+
+    def _capture(self, function: LossFunction, parts: Any) -> Captured | None:
+        key = (function, self.mode, self.shares_gradients, self._circumstances(), _kind(parts))
+        if key not in self._captured:
+            if len(self._captured) >= MOST_CAPTURED:
+                self._say_once(
+                    f"replicas run uncaptured, which is slower: more than {MOST_CAPTURED} kinds of "
+                    "batches or loss functions. Define the loss function once, outside the loop."
+                )
+                return None
+            self._captured[key] = self._try_capture(function, parts)
+        return self._captured[key]
+
+    def _circumstances(self) -> Any:
+        """What a captured run has taken for granted."""
+        kind = self._device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return dtype, *map(tuple, self._switches())
+
+    def _try_capture(self, function: LossFunction, parts: Any) -> Captured | None:
+        if torch.is_autocast_enabled(self._device.type):
+            # A cast that autocast remembers from before would be missing in the replay.
+            torch.clear_autocast_cache()
+        with self._undone(), _without_autocast_cache():
+            try:
+                return Captured(lambda batch: self._run(function, batch), self._leaves(), parts)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                reason = str(error).strip().splitlines()[0]
+        warnings.warn(f"replicas run uncaptured, which is slower: {reason}", stacklevel=5)
+        return None
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=5)
+
+    # The model is the user's ---------------------------------------------------------------------
+
+    def _check_home(self) -> None:
+        first = self._modules[0]
+        homes: list[tuple[Tensors, Any]] = [(self._weights, first.named_parameters())]
+        if self.mode == "vmap":  # in a loop every module keeps its own buffers
+            homes.append((self._buffers, first.named_buffers()))
+        for stacks, named in homes:
+            for name, tensor in named:
+                if name not in stacks or tensor.data_ptr() != stacks[name].data_ptr():
+                    raise RuntimeError(
+                        f"`{name}` has left the replicas: move, convert or extend the model "
+                        "before StackedReplicas, and load weights with load_state_dict."
+                    )
+
+    def follow_the_model(self) -> None:
+        """Training flags, frozen parameters and cleared gradients are those of the user's model."""
+        if self._switches() != self._followed:
+            self._followed = self._switches()
+            for module in self._modules[1:]:
+                for part, flag in zip(module.modules(), self._followed[0], strict=True):
+                    part.training = flag
+                for parameter, flag in zip(module.parameters(), self._followed[1], strict=True):
+                    parameter.requires_grad_(flag)
+        if not self.shares_gradients:
+            first = list(self._modules[0].parameters())
+            for module in self._modules[1:]:
+                for own, other in zip(first, module.parameters(), strict=True):
+                    if own.grad is None:
+                        other.grad = None
+
+    def _switches(self) -> tuple[list[bool], list[bool]]:
+        """Which modules train, and which parameters."""
+        first = self._modules[0]
+        return (
+            [module.training for module in first.modules()],
+            [parameter.requires_grad for parameter in first.parameters()],
+        )
+
+
+class Branches:
+    """While a graph is captured, every replica has a stream of its own; otherwise nothing."""
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def __call__(self, replica: int | None) -> Any:
+        """The branch of a replica, to be entered; with None all join again."""
+        if replica is None:
+            for stream in self._streams:
+                torch.cuda.current_stream().wait_stream(stream)
+            return None
+        return torch.cuda.stream(self._streams[replica] if self._streams else None)
+
+
+def _alone(
+    function: LossFunction, module: nn.Module, weights: Tensors, buffers: Tensors, part: Any
+) -> Tensor:
+    return _one_loss(function(Replica(module, (weights, buffers)), *part))
+
+
+def _one_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"`function` must return one loss, got a {type(loss).__name__}.")
+    if loss.dim():
+        raise ValueError(f"`function` must return one loss, got shape {tuple(loss.shape)}.")
+    return loss
+
+
+def _vmapped(
+    function: LossFunction,
+    module: nn.Module,
+    leaves: Tensors,
+    weights: Tensors,
+    buffers: Tensors,
+    parts: Any,
+    device_type: str,
+) -> Tensor:
+    if leaves:
+        weights = {name: SharedGradient.apply(leaves[name], weights[name]) for name in weights}
+
+    def one(weights: Tensors, buffers: Tensors, part: Any) -> Tensor:
+        with Vmapped(device_type):
+            return _one_loss(function(Replica(module, (weights, buffers)), *part))
+
+    dims = tree_map(lambda value: 0 if _is_split(value) else None, parts)
+    run = vmap(one, in_dims=(0, 0, dims), randomness="different")
+    losses: Tensor = run(weights, buffers, parts)
+    return losses
+
+
+class SharedGradient(torch.autograd.Function):
+    """The stacked weights as they are; the mean of their gradients goes to one leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, stack: Tensor) -> Tensor:
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].mean(0), None
+
+
+class SharedGradients(torch.autograd.Function):
+    """The weights of all replicas, one row after another; the leaves get the mean gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
+        ctx.num = num
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors[num:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        num_replicas = len(gradients) // ctx.num
+        means = [mean_gradient(gradients[i :: ctx.num]) for i in range(ctx.num)]
+        return None, *means, *([None] * num_replicas * ctx.num)
+
+
+class OwnGradients(torch.autograd.Function):
+    """The stacked weights as they are; every replica's leaves get their part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
+        ctx.num = num
+        ctx.set_materialize_grads(False)
+        return tuple(stack.view_as(stack) for stack in tensors[:num])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
+        rows = [[None if g is None else g[r] for g in gradients] for r in range(num_replicas)]
+        return None, *([None] * ctx.num), *(gradient for row in rows for gradient in row)
+
+
+def mean_gradient(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum over the replicas that have a gradient, divided by the number of all of them."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    total = present[0]
+    for gradient in present[1:]:
+        total = total + gradient
+    return total / len(gradients)
+
+
+def _is_split(value: Any) -> bool:
+    """Whether replicas get parts of a value; scalars are for all."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _kind(parts: Any) -> Any:
+    """Batches of one kind can share a captured run."""
+    leaves, layout = tree_flatten(parts)
+    described = [
+        (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return repr((described, layout))
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)

@@ -1,0 +1,195 @@
+"""Stacked replicas on a GPU: compiled, captured and in half precision still the same run."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet
+from benchmarks.models import GPT, ResNet18, Size, gpt_loss, image_loss
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+N = 4
+
+
+def workload(
+    name: str, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Any, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    if name == "gpt":
+        model: nn.Module = GPT(Size(64, 32, 2, 2, 128))
+        return model.cuda(), gpt_loss, (torch.randint(64, (8, 33), device="cuda"),)
+    # float64: convolutions on a GPU add up in no fixed order, and BatchNorm makes much of it.
+    model = ResNet18(width=8).cuda().to(dtype)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(32, 3, 16, 16, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last)
+    return model, image_loss, (x, torch.randint(10, (32,), device="cuda"))
+
+
+def train(
+    name: str, gradients: Any, mode: Any, compiled: bool, dtype: torch.dtype, steps: int = 6
+) -> list[Tensor]:
+    model, loss_function, batch = workload(name, dtype if dtype == torch.float64 else torch.float32)
+    ensemble = hdet.StackedReplicas(model, N, mode=mode)
+    if compiled:
+        ensemble.compile()
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    scheduler = hdet.OneCycleHDET(
+        optimizer, 0.05, total_steps=12, spread=0.5, sync_every=4, warmup_steps=4,
+        gradients=gradients, model=model, replicas=ensemble, auto_lr=False,
+    )  # fmt: skip
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype == torch.bfloat16):
+            losses = ensemble.losses(loss_function, *batch)
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses)
+        seen.append(losses.detach().clone())
+    weights = [p.detach().clone() for m in ensemble.modules(None) for p in m.parameters()]
+    buffers = [b.detach().clone() for m in ensemble.modules(None) for b in m.buffers()]
+    return [torch.stack(seen), *weights, *buffers]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_every_way_is_the_same_run(name: str, gradients: str, compiled: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # no fallback
+        warnings.filterwarnings("ignore", message=".*TensorFloat32.*|.*max_autotune.*")
+        dtype = torch.float32 if name == "gpt" else torch.float64
+        want = train(name, gradients, "loop", False, dtype)
+        got = train(name, gradients, "auto", compiled, dtype)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_half_precision_is_close(name: str, compiled: bool) -> None:
+    want = train(name, "shared", "loop", False, torch.float32)[0]
+    got = train(name, "shared", "auto", compiled, torch.bfloat16)[0]
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+
+
+def test_a_cycle_has_one_host_sync() -> None:
+    model, loss_function, batch = workload("gpt")
+    ensemble = hdet.StackedReplicas(model, N)
+    optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+    scheduler = hdet.OneCycleHDET(
+        optimizer, 0.01, total_steps=100, sync_every=4, warmup_steps=4, model=model,
+        replicas=ensemble,
+    )  # fmt: skip
+    counts = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        losses = ensemble.losses(loss_function, *batch)
+        losses.sum().backward()
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.step(losses)
+        torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing" in str(w.message) for w in caught))
+    assert counts == [0, 0, 0, 1] * 3
+
+
+# What a captured run must still do -------------------------------------------------------------
+
+
+def small(mode: Any = "vmap", dropout: float = 0.0) -> tuple[nn.Module, hdet.StackedReplicas]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Linear(8, 2)).cuda()
+    ensemble = hdet.StackedReplicas(model, N, mode=mode)
+    ensemble.compile()
+    return model, ensemble
+
+
+def label_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def batch(seed: int, num: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, 8, generator=generator)
+    return x.cuda(), torch.randint(2, (num,), generator=generator).cuda()
+
+
+@pytest.mark.parametrize("mode", ["vmap", "loop"])
+def test_dropout_is_drawn_anew_at_every_replay_and_can_be_repeated(mode: str) -> None:
+    _, ensemble = small(mode, dropout=0.5)
+    ensemble.losses(label_loss, *batch(0))
+
+    def draw() -> list[Tensor]:
+        torch.manual_seed(5)
+        return [ensemble.losses(label_loss, *batch(0)).detach() for _ in range(3)]
+
+    first, second = draw(), draw()
+    assert len({tuple(losses.tolist()) for losses in first}) == 3
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("mode", ["vmap", "loop"])
+def test_gradients_accumulate_over_replays(mode: str) -> None:
+    model, ensemble = small(mode)
+    for seed in (1, 2):
+        ensemble.losses(label_loss, *batch(seed)).sum().backward()
+    together = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    separate = []
+    for seed in (1, 2):
+        ensemble.losses(label_loss, *batch(seed)).sum().backward()
+        separate.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    for total, one, two in zip(together, *separate, strict=True):
+        torch.testing.assert_close(total, one + two)
+
+
+def test_a_backward_that_comes_too_late_is_an_error() -> None:
+    _, ensemble = small()
+    losses = ensemble.losses(label_loss, *batch(1))
+    ensemble.losses(label_loss, *batch(2))
+    with pytest.raises(RuntimeError, match="must come before the next"):
+        losses.sum().backward()
+
+
+def test_a_batch_of_another_size_is_another_capture() -> None:
+    model, ensemble = small()
+    plain = copy.deepcopy(model)
+    for num in (32, 16, 32):
+        model.zero_grad()
+        losses = ensemble.losses(label_loss, *(data := batch(num, num)))
+        losses.sum().backward()
+        plain.zero_grad()
+        label_loss(plain, *data).backward()
+        torch.testing.assert_close(losses.mean(), label_loss(plain, *data).detach())
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_what_cannot_be_captured_runs_all_the_same() -> None:
+    _, ensemble = small("loop")
+
+    def looks(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = label_loss(model, x, y)
+        return loss * 2 if loss.item() > 1e9 else loss
+
+    with pytest.warns(UserWarning, match="uncaptured"):
+        losses = ensemble.losses(looks, *batch(1))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+
+
+def test_one_state_for_all_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = train("gpt", "shared", "auto", False, torch.float32)
+    monkeypatch.setattr("hdet.stacked_optimizer.moves_in_proportion", lambda _: False)
+    apart = train("gpt", "shared", "auto", False, torch.float32)
+    for ours, theirs in zip(together, apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
