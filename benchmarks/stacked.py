@@ -89,15 +89,7 @@ def plain(work: Workload, **compile_options: Any) -> Step:
     loss_of = torch.compile(work.loss, **compile_options)
     batch = work.batch(work.samples)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-
-    return step
+    return step_of(optimizer, lambda: loss_of(model, *batch), lambda _: scheduler.step())
 
 
 def stacked(work: Workload, mode: Any = "auto", gradients: Any = "shared") -> Step:
@@ -109,15 +101,7 @@ def stacked(work: Workload, mode: Any = "auto", gradients: Any = "shared") -> St
     scheduler = scheduler_of(work, optimizer, model, gradients, ensemble)
     batch = work.batch(work.samples)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            losses = ensemble.losses(work.loss, *batch)
-        losses.sum().backward()
-        optimizer.step()
-        scheduler.step(losses)
-
-    return step
+    return step_of(optimizer, lambda: ensemble.losses(work.loss, *batch), scheduler.step)
 
 
 def one_of_the_processes(work: Workload, gradients: Any) -> Step:
@@ -131,13 +115,17 @@ def one_of_the_processes(work: Workload, gradients: Any) -> Step:
     loss_of = torch.compile(work.loss)
     batch = work.batch(work.samples // N)
 
+    return step_of(optimizer, lambda: loss_of(model, *batch), scheduler.step)
+
+
+def step_of(optimizer: Any, losses: Callable[[], Tensor], after: Callable[[Tensor], Any]) -> Step:
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(model, *batch)
-        loss.backward()
+            found = losses()
+        found.sum().backward()
         optimizer.step()
-        scheduler.step(loss)
+        after(found)
 
     return step
 

@@ -137,6 +137,9 @@ def test_the_demo_resumes_only_what_is_there(
     (tmp_path / "checkpoint.pt").write_bytes(b"no checkpoint")
     assert cli.main(resume) == 1
     assert "cannot be read" in capsys.readouterr().err
+    torch.save([1, 2], tmp_path / "checkpoint.pt")
+    assert cli.main(resume) == 1
+    assert "is not a checkpoint of the demo" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 1
 

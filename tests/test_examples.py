@@ -10,11 +10,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+def run(*command: str) -> str:
     done = subprocess.run(
-        [*command, "examples/ddp.py", "--epochs", "6", "--out", str(tmp_path)],
+        [sys.executable, *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -22,7 +20,14 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert float(done.stdout.split("accuracy")[-1].split()[0]) > 0.9
+    return done.stdout
+
+
+def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    said = run(*torchrun, "examples/ddp.py", "--epochs", "6", "--out", str(tmp_path))
+    assert float(said.split("accuracy")[-1].split()[0]) > 0.9
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     cycles = [line for line in lines if line["event"] == "cycle"]
     assert len(cycles) == 14
@@ -34,16 +39,8 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
 def test_the_example_for_one_device_trains_and_leaves_a_record_and_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/one_device.py", "--steps", "200", "--out", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert float(done.stdout.split("accuracy")[-1].split()[0]) > 0.9
+    said = run("examples/one_device.py", "--steps", "200", "--out", str(tmp_path))
+    assert float(said.split("accuracy")[-1].split()[0]) > 0.9
     lines = (tmp_path / "record.jsonl").read_text().splitlines()
     assert len([line for line in lines if '"event": "cycle"' in line]) == 20
     states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)

@@ -417,9 +417,11 @@ def test_an_evaluation_before_the_first_step_does_not_decide_how_replicas_run() 
         ensemble.losses(loss_function, *batch)
     model.eval()
     ensemble.losses(loss_function, *batch)
+    assert ensemble.mode == "auto"
     model.train()
     with pytest.warns(UserWarning, match="replicas run one after another"):
         ensemble.losses(loss_function, *batch).sum().backward()
+    assert ensemble.mode == "loop"
 
 
 def test_the_users_switches_count_for_all_replicas() -> None:

@@ -39,11 +39,7 @@ class Body:
         self._buffer_places = _places(model, "_buffers")
         self._key: tuple[list[int], list[bool], list[int], list[int]] | None = None
         self._lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
-        for name, parameter in self.parameters().items():
-            if is_lazy(parameter):
-                raise ValueError(
-                    f"`{name}` must be initialised, got a lazy parameter: run one batch first."
-                )
+        check_initialised(self.parameters())
         self.refresh()
 
     def refresh(self) -> None:
@@ -167,6 +163,14 @@ class Body:
             for key in sorted(state)
             if isinstance(state[key], Tensor)
         ]
+
+
+def check_initialised(named: Mapping[str, Tensor]) -> None:
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"`{name}` must be initialised, got a lazy parameter: run one batch first."
+            )
 
 
 def _every(tensors: Sequence[Tensor], most: int) -> list[Tensor]:

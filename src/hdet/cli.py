@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from hdet import demo, history, report, schedule
+from hdet.progress import score_table
 from hdet.version import __version__
 
 STOPPED = 130  # what shells give a command that Ctrl-C ended
@@ -43,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    demo = commands.add_parser(
+    usual = demo.Settings()
+    command = commands.add_parser(
         "demo",
         help="train on real data and watch it: HDET beside the plain run",
         description=(
@@ -54,32 +57,34 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
             "the same command with --resume goes on."
         ),
     )
-    demo.add_argument("--replicas", type=int, default=4, help="how many replicas (default: 4)")
-    demo.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: 4000)")
-    demo.add_argument("--lr", type=float, default=0.03, help="peak learning rate (default: 0.03)")
-    demo.add_argument(
-        "--engine",
-        choices=("stacked", "processes"),
-        default="stacked",
-        help="replicas stacked on one device, or one process each (default: stacked)",
+    command.add_argument(
+        "--replicas", type=int, default=usual.replicas, help="how many (default: %(default)s)"
     )
-    demo.add_argument(
+    command.add_argument(
+        "--steps", type=int, default=usual.steps, help="optimizer steps (default: %(default)s)"
+    )
+    command.add_argument(
+        "--lr", type=float, default=usual.lr, help="peak learning rate (default: %(default)s)"
+    )
+    command.add_argument(
+        "--engine",
+        choices=demo.ENGINES,
+        default=usual.engine,
+        help="replicas stacked on one device, or one process each (default: %(default)s)",
+    )
+    command.add_argument(
         "--out",
         type=Path,
         default=Path("runs/demo"),
-        help="folder to write to (default: runs/demo)",
+        help="folder to write to (default: %(default)s)",
     )
-    demo.add_argument("--resume", action="store_true", help="go on with the run in that folder")
-    demo.set_defaults(run=_demo, refuse=demo.error)
+    command.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    command.set_defaults(run=_demo, refuse=command.error)
 
 
 def _demo(chosen: argparse.Namespace) -> int:
     _need("demo", "rich", "plotly", "sklearn")
     from rich.console import Console
-    from rich.table import Table
-
-    from hdet import demo
-    from hdet.progress import cells
 
     try:
         settings = demo.Settings(
@@ -89,15 +94,12 @@ def _demo(chosen: argparse.Namespace) -> int:
         chosen.refuse(str(error))
     outcome = demo.run(settings, chosen.out, resume=chosen.resume)
     stopped = outcome.step < settings.steps
-    table = Table(
-        title=f"{'stopped' if stopped else 'after'} {outcome.step} of {settings.steps} steps"
-    )
-    for title in ("run", "training loss", "held-out loss", "accuracy", "learning rate found"):
-        table.add_column(title, justify="left" if title == "run" else "right")
-    for score, found in zip(outcome.scores, outcome.found, strict=True):
-        table.add_row(score.name, *cells(score._replace(lr=found)))
+    title = f"{'stopped' if stopped else 'after'} {outcome.step} of {settings.steps} steps"
+    pairs = zip(outcome.scores, outcome.found, strict=True)
     console = Console()
-    console.print(table)
+    console.print(
+        score_table([s._replace(lr=lr) for s, lr in pairs], "learning rate found", title=title)
+    )
     console.print("learning rate found: the peak of the schedule times the scale at the end")
     print(f"report      {outcome.page}")
     print(f"checkpoint  {outcome.checkpoint}")
@@ -111,7 +113,7 @@ def _demo(chosen: argparse.Namespace) -> int:
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    report = commands.add_parser(
+    command = commands.add_parser(
         "report",
         help="one HTML page about a run, or a comparison of several",
         description=(
@@ -120,25 +122,22 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             "are compared on one page. It works on a run that has not ended."
         ),
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its record.jsonl")
-    report.add_argument(
+    command.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its record.jsonl")
+    command.add_argument(
         "--out",
         type=Path,
         help="the page to write (default: RUN/report.html; for several runs ./report.html)",
     )
-    report.set_defaults(run=_report)
+    command.set_defaults(run=_report)
 
 
 def _report(chosen: argparse.Namespace) -> int:
     _need("report", "plotly")
-    from hdet import report
-
     first = Path(chosen.runs[0])
     beside = first if first.is_dir() else first.parent
     page = chosen.out or (beside if len(chosen.runs) == 1 else Path()) / "report.html"
-    for history in report.write(chosen.runs, page):
-        for damage in history.damaged:
-            print(f"{history.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
+    for told in report.write(chosen.runs, page):
+        _name_damage(told)
     print(page)
     return 0
 
@@ -147,7 +146,7 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    export = commands.add_parser(
+    command = commands.add_parser(
         "export",
         help="the schedule that a run found, as JSON for hdet.Replay",
         description=(
@@ -155,19 +154,16 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             "them back as a plain scheduler without replicas, also stretched to another length."
         ),
     )
-    export.add_argument("run_folder", metavar="RUN", help="a run folder, or its record.jsonl")
-    export.add_argument(
+    command.add_argument("run_folder", metavar="RUN", help="a run folder, or its record.jsonl")
+    command.add_argument(
         "--out", help="the file to write, - for standard output (default: RUN/schedule.json)"
     )
-    export.set_defaults(run=_export)
+    command.set_defaults(run=_export)
 
 
 def _export(chosen: argparse.Namespace) -> int:
-    from hdet import history, schedule
-
     told = history.read(chosen.run_folder)
-    for damage in told.damaged:
-        print(f"{told.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
+    _name_damage(told)
     found = schedule.found(told)
     if not found.finished:
         print(f"the run has not ended: {found.total_steps} steps are exported", file=sys.stderr)
@@ -179,6 +175,11 @@ def _export(chosen: argparse.Namespace) -> int:
     out.write_text(found.to_json(), encoding="utf-8")
     print(out)
     return 0
+
+
+def _name_damage(told: history.History) -> None:
+    for damage in told.damaged:
+        print(f"{told.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
 
 
 def _need(extra: str, *modules: str) -> None:

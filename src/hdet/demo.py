@@ -21,11 +21,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from hdet import report
+from hdet.digits import BATCH, Digits, loss_of, network
 from hdet.history import FILE_NAME, History
 from hdet.progress import Display, Score, Status, display_for
+from hdet.replicas import gloo_group
 from hdet.validation import check_choice, check_integer, check_positive
 
-BATCH, SYNC_EVERY, NUM_MILESTONES = 64, 10, 30
+SYNC_EVERY, NUM_MILESTONES = 10, 30
 CHECKPOINT, PAGE, OURS, PLAIN = "checkpoint.pt", "report.html", "hdet", "plain"
 ENGINES = ("stacked", "processes")
 
@@ -59,62 +61,11 @@ class Outcome(NamedTuple):
     checkpoint: Path
 
 
-# The task ------------------------------------------------------------------------------------
-
-
-class Digits:
-    """1200 images to train on, 597 to be judged by."""
-
-    def __init__(self, device: torch.device) -> None:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        self.x = (torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16)[order].to(
-            device
-        )
-        self.y = torch.tensor(labels)[order].to(device)
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step; the images are moved by up to a pixel."""
-        generator = torch.Generator().manual_seed(step)
-        places = torch.randint(1200, (BATCH,), generator=generator)
-        shifts = torch.randint(-1, 2, (2,), generator=generator).tolist()
-        return self.x[places].roll(shifts, (2, 3)), self.y[places]
-
-    @torch.no_grad()
-    def judge(self, model: nn.Module) -> tuple[float, float]:
-        """Loss and accuracy on the images that nobody trains on."""
-        was_training = model.training
-        model.eval()
-        logits, labels = model(self.x[1200:]), self.y[1200:]
-        model.train(was_training)
-        loss = nn.functional.cross_entropy(logits, labels)
-        return float(loss), float((logits.argmax(1) == labels).float().mean())
-
-
-def network(device: torch.device) -> nn.Module:
-    """A small convolutional network; the same weights in every run and process."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for channels_in, channels in ((1, 24), (24, 48), (48, 48)):
-            layers += [nn.Conv2d(channels_in, channels, 3, padding=1)]
-            layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-            layers += [nn.MaxPool2d(2)] if channels_in == 24 else []
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(48, 10)]
-        return nn.Sequential(*layers, *head).to(device)
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(x), y)
+# The two runs --------------------------------------------------------------------------------
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
-
-
-# The two runs --------------------------------------------------------------------------------
 
 
 class Run:
@@ -210,9 +161,7 @@ class Contest:
         def losses(x: Tensor, y: Tensor) -> Tensor:
             return loss_of(model, *(part.chunk(replicas.size)[here] for part in (x, y)))
 
-        run = Run(name, model, optimizer, scheduler, losses)
-        run.model = inner
-        return run
+        return Run(name, inner, optimizer, scheduler, losses)
 
     def status(self, step: int) -> Status:
         scheduler = self.runs[0].scheduler
@@ -321,6 +270,8 @@ def prepare(folder: Path, settings: Settings, resume: bool) -> None:
             saved = torch.load(checkpoint, weights_only=True)
         except Exception as error:
             raise ValueError(f"{checkpoint} cannot be read: {error}") from None
+        if not isinstance(saved, dict) or not {"step", "settings", "runs"} <= saved.keys():
+            raise ValueError(f"{checkpoint} is not a checkpoint of the demo")
         for name, value in saved["settings"].items():
             if value is not None and getattr(settings, name) != value:
                 raise ValueError(
@@ -414,7 +365,7 @@ def _one_process(
     stop: Any,
 ) -> None:
     torch.set_num_threads(max((os.cpu_count() or 1) // settings.replicas, 1))
-    with hdet.replicas.gloo_group(f"file://{meeting}/store", rank, settings.replicas) as agree:
+    with gloo_group(f"file://{meeting}/store", rank, settings.replicas) as agree:
 
         def show(status: Status, *, milestone: bool) -> None:
             if rank == 0:

@@ -1,8 +1,4 @@
-"""How replicas on one device are run: all at once under vmap, or one after another.
-
-Gradients land where a training loop looks for them: with shared gradients their mean on the
-parameters of replica 0 (the user's model), with local gradients on every replica's own.
-"""
+"""How replicas on one device are run: all at once under vmap, or one after another."""
 
 import copy
 import warnings
@@ -16,6 +12,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hdet.capture import Captured
+from hdet.gradients import OwnGradients, SharedGradient, SharedGradients
 from hdet.vmapped import Vmapped, safe_attention
 
 LossFunction = Callable[..., Tensor]
@@ -334,61 +331,6 @@ def _vmapped(
     run = vmap(one, in_dims=(0, 0, dims), randomness="different")
     losses: Tensor = run(weights, buffers, parts)
     return losses
-
-
-class SharedGradient(torch.autograd.Function):
-    """The stacked weights as they are; the mean of their gradients goes to one leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, stack: Tensor) -> Tensor:
-        return stack.view_as(stack)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].mean(0), None
-
-
-class SharedGradients(torch.autograd.Function):
-    """The weights of all replicas, one row after another; the leaves get the mean gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
-        ctx.num = num
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors[num:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        num_replicas = len(gradients) // ctx.num
-        means = [mean_gradient(gradients[i :: ctx.num]) for i in range(ctx.num)]
-        return None, *means, *([None] * num_replicas * ctx.num)
-
-
-class OwnGradients(torch.autograd.Function):
-    """The stacked weights as they are; every replica's leaves get their part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
-        ctx.num = num
-        ctx.set_materialize_grads(False)
-        return tuple(stack.view_as(stack) for stack in tensors[:num])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
-        rows = [[None if g is None else g[r] for g in gradients] for r in range(num_replicas)]
-        return None, *([None] * ctx.num), *(gradient for row in rows for gradient in row)
-
-
-def mean_gradient(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum over the replicas that have a gradient, divided by the number of all of them."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return None
-    total = present[0]
-    for gradient in present[1:]:
-        total = total + gradient
-    return total / len(gradients)
 
 
 def _is_split(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TextIO
 
 WIDTH = 41
@@ -123,7 +124,6 @@ def panel(status: Status, left: float | None) -> Any:
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
     where = Text.assemble(
@@ -135,18 +135,21 @@ def panel(status: Status, left: float | None) -> Any:
         ("   " + remaining(left), "dim"),
     )  # fmt: skip
     spread = Text.assemble(("learning rates  ", "dim"), *spread_line(status.replica_lrs))
-    runs = Table(box=None, pad_edge=False)
-    for title in ("run", "training loss", "held-out loss", "accuracy", "learning rate"):
-        runs.add_column(title, justify="left" if title == "run" else "right")
-    for score in status.scores:
-        runs.add_row(score.name, *cells(score))
+    runs = score_table(status.scores, "learning rate", box=None, pad_edge=False)
     bar = ProgressBar(total=status.total, completed=status.step)
     return Panel(Group(where, bar, Text(), spread, Text(), runs), title="hdet demo", padding=(1, 2))
 
 
-def cells(score: Score) -> list[str]:
-    values = (score.training_loss, score.loss, score.accuracy, score.lr)
-    return [number(value) for value in values]
+def score_table(scores: Sequence[Score], lr_title: str, **look: Any) -> Any:
+    """One row for every run, as something that rich can print."""
+    from rich.table import Table
+
+    table = Table(**look)
+    for title in ("run", "training loss", "held-out loss", "accuracy", lr_title):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    for name, *values in scores:
+        table.add_row(name, *map(number, values))
+    return table
 
 
 def spread_line(lrs: list[float]) -> list[Any]:
@@ -169,9 +172,7 @@ def number(value: float | None) -> str:
     """
     if value is None:
         return "-"
-    return (
-        f"{value:.3g}" if value == 0 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2e}"
-    )
+    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.2e}"
 
 
 def remaining(seconds: float | None) -> str:

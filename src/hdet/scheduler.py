@@ -400,7 +400,7 @@ class HDET(LRScheduler):
                 steered,
                 ran_with,
                 factors,
-                self._course.points(),
+                {} if self._recorder is None else self._course.points(),
             ),
         }
         self._course.clear()

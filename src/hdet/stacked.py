@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from hdet.body import check_initialised
 from hdet.forward import Forward, LossFunction
 from hdet.stacked_optimizer import StackedOptimizer, like
 from hdet.stacks import copy_rows_, maximum_of_rows, mean_of_rows, stack
@@ -140,7 +140,7 @@ class StackedReplicas:
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned: it steps all "
                 f"the replicas, got a {type(optimizer).__name__} of its own."
             )
-        self._optimizer.is_steered = True
+        self._optimizer.is_steered = True  # whoever asks for them writes their learning rates
         return self._optimizer.each
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -243,11 +243,7 @@ def _check_model(model: nn.Module) -> None:
         )
     if kind in ("DistributedDataParallel", "DataParallel"):
         raise ValueError(f"`model` must be the module itself, got it wrapped in {kind}.")
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(
-                f"`{name}` must be initialised, got a lazy parameter: run one batch first."
-            )
+    check_initialised(dict(model.named_parameters()))
     devices = {tensor.device for tensor in _tensors(model)}
     if len(devices) > 1:
         raise ValueError(
