@@ -42,9 +42,16 @@ class Processes:
             for rank, (_, pipe) in enumerate(self._workers[:num]):
                 pipe.send((function, rank, num, str(Path(folder) / "store"), arguments))
             answers = [self._receive(rank) for rank in range(num)]
+            self._release(num)
         if any(error for _, error in answers):
             raise RemoteError([error for _, error in answers])
         return [value for value, _ in answers]
+
+    def _release(self, num: int) -> None:
+        """Only now may they leave the group: one that left while another still joined would
+        look to it like a crash, and functions need not meet in any collective."""
+        for _, pipe in self._workers[:num]:
+            pipe.send("leave")
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -90,7 +97,7 @@ def _serve(pipe: Connection) -> None:
             answer: tuple[Any, str | None] = (function(rank, *arguments), None)
         except BaseException:
             answer = (None, traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
         pipe.send(answer)
+        pipe.recv()
+        if dist.is_initialized():
+            dist.destroy_process_group()
