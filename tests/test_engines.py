@@ -158,11 +158,14 @@ def test_processes_and_stacked_replicas_are_one_run_and_that_of_the_reference(
 def assert_alike(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Counts and names are the same, numbers to the last digits that a sum's order leaves."""
     assert first.keys() == second.keys()
-    for key in first.keys() - {"knobs"}:
+    for key in first.keys() - {"knobs", "noise"}:
         assert first[key] == second[key], key
+    assert first["noise"] == pytest.approx(second["noise"], rel=1e-8)
     for ours, theirs in zip(first["knobs"], second["knobs"], strict=True):
         assert ours["name"] == theirs["name"]
-        numbers = ours.keys() - {"name"}
+        assert ours["felt"] == pytest.approx(theirs["felt"], rel=1e-7)
+        assert (ours["slope"] or 0.0) == pytest.approx(theirs["slope"] or 0.0, rel=1e-7)
+        numbers = ours.keys() - {"name", "felt", "slope"}
         assert [ours[n] for n in numbers] == pytest.approx([theirs[n] for n in numbers], rel=1e-10)
 
 

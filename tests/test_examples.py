@@ -36,6 +36,13 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
     assert saved["scheduler"]["step"] == 6 * 23
 
 
+def test_the_example_with_knobs_moves_them_and_leaves_a_record(tmp_path: Path) -> None:
+    said = run("examples/knobs.py", "--steps", "300", "--out", str(tmp_path))
+    assert "d loss / d dropout" in said
+    lines = (tmp_path / "record.jsonl").read_text().splitlines()
+    assert any('decision": "up' in line for line in lines)
+
+
 def test_the_example_for_one_device_trains_and_leaves_a_record_and_a_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_whole_record(tmp_path: Path) -> None:
     assert told.measure_names == ["loss", "accuracy"]
     assert (told.damaged, told.dropped) == ((), 0)
     first = told.cycles[0].knobs[0]
-    assert len(first.lrs) == 4
+    assert len(first.values) == 4
     assert first.decision in ("up", "down", "stay")
 
 

@@ -13,7 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 import hdet
 
 SOURCE = Path(hdet.__file__).parent
-PURE = ["controller", "guard", "history", "spread", "steering", "validation"]
+PURE = [
+    "controller", "design", "fit", "guard", "history", "space", "spread", "steering", "tracker",
+    "validation",
+]  # fmt: skip
 
 
 def test_what_is_public_is_listed() -> None:

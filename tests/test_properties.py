@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hdet
+from hdet.space import Space
 from hdet.spread import assignment, multipliers
-from hdet.steering import Cycle, Steering
+from hdet.steering import Cycle, Explored, Steering
 
 NUM_REPLICAS = st.integers(1, 64)
 SPREADS = st.floats(0, 1, exclude_max=True)
@@ -38,10 +39,12 @@ def steerings(draw: st.DrawFn) -> tuple[Steering, int, int, list[float], int]:
     names = [f"group{i}" for i in range(draw(st.integers(1, 4)))]
     peaks = [draw(st.floats(1e-8, 1e3)) for _ in names]
     shrink = draw(st.floats(1.0, 1e8))
+    spread = draw(SPREADS)
+    space = Space("log", 1e-9, 1e9)
     steering = Steering(
-        names,
+        [Explored(f"lr/{name}", space, spread, 1.0, (i,)) for i, name in enumerate(names)],
         num_replicas=num,
-        spread=draw(SPREADS),
+        design="permutation",
         sync_every=sync_every,
         seed=draw(st.integers(0, 9)),
         controller=hdet.PaperController(

@@ -102,7 +102,7 @@ def test_a_line_waits_for_its_time(tmp_path: Path) -> None:
 
     stopwatch = Slow(torch.device("cpu"))
     recorder = Recorder(tmp_path)
-    recorder.write({"event": "cycle", "converge": {"bytes": 1}}, stopwatch)
+    recorder.write({"event": "cycle", "converge": {"bytes": 1}}, {"converge": stopwatch})
     recorder.write({"event": "resume"})
     assert lines_of(tmp_path) == []
     stopwatch.ready = True

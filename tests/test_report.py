@@ -16,6 +16,7 @@ from hdet import report
 from hdet.drawing import known
 from hdet.history import History, read
 from hdet.page import PALETTES, plotly_script
+from tests.knob_run import steered
 from tests.sample_record import Sample, write_hostile, write_lines, write_sample
 
 graph_objects = importlib.import_module("plotly.graph_objects")
@@ -91,7 +92,7 @@ def test_the_curves_are_those_of_the_record(tmp_path: Path) -> None:
     assert loss["replica 2"]["y"] == pytest.approx([c.losses[2] for c in told.cycles], rel=1e-5)
     assert loss["consensus, held-out data"]["x"] == [125, 250, 375, 500]
     lower, upper, centre, *moves = plots[1]["data"]
-    lrs = [known(knob.lrs) for _, knob in told.knob("embedding")]
+    lrs = [known(knob.values) for _, knob in told.knob("embedding")]
     assert lower["y"] == pytest.approx([min(each) for each in lrs], rel=1e-5)
     assert upper["y"] == pytest.approx([max(each) for each in lrs], rel=1e-5)
     assert centre["y"] == pytest.approx([sum(each) / 4 for each in lrs], rel=1e-5)
@@ -143,7 +144,7 @@ def test_no_axis_cuts_a_point_off(tmp_path: Path, hostile: Path) -> None:
             low, high = plot["layout"]["xaxis"]["range"]
             assert all(low < x < high for trace in plot["data"] for x in trace["x"])
             if "range" in plot["layout"]["yaxis"]:
-                top, bottom = plot["layout"]["yaxis"]["range"]
+                bottom, top = sorted(plot["layout"]["yaxis"]["range"])
                 assert all(bottom < y < top for trace in plot["data"] for y in trace["y"])
 
 
@@ -152,6 +153,22 @@ def test_many_knobs_are_picked_from_a_list(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", knobs=names))
     assert re.findall(r"<option>(.*?)</option>", page) == names
     assert "All knobs" in titles_of(page)
+
+
+def test_every_knob_is_shown_with_what_it_did_to_the_loss(tmp_path: Path) -> None:
+    steered(tmp_path).go(30)
+    page = page_of(tmp_path)
+    titles = titles_of(page)
+    assert {"Learning rate: weights", "Knob: weight_decay", "Sensitivity"} <= set(titles)
+    plots = dict(zip(titles, plots_of(page), strict=True))
+    names = [trace["name"] for trace in plots["Sensitivity"]["data"] if trace.get("text")]
+    assert names[2:] == ["weight_decay", "attention_temperature", "label_smoothing"]
+    told = read(tmp_path)
+    assert "Probing" in body_of(page)
+    assert all(0 < (cycle.probe_share or 0) < 1 for cycle in told.cycles)
+    assert [len(cycle.scores) for cycle in told.cycles] == [8] * 10
+    for figure in map(painted, plots.values()):
+        graph_objects.Figure(figure["data"], figure["layout"])
 
 
 def test_one_replica_and_no_exclusion(tmp_path: Path) -> None:

@@ -332,8 +332,8 @@ def test_a_run_goes_on_from_a_plain_one_cycle_state(processes: Processes) -> Non
             {"epoch": 3},
             "`state_dict` must come from hdet or from a torch LRScheduler, got the keys",
         ),
-        ({"hdet": 99}, "`state_dict` must have version 1, got 99."),
-        ({"hdet": 1}, "`state_dict` must be complete, got one without 'base'."),
+        ({"hdet": 99}, "`state_dict` must have version 2, got 99."),
+        ({"hdet": 2}, "`state_dict` must be complete, got one without 'base'."),
     ],
 )
 def test_a_foreign_state_is_refused(state: dict[str, Any], words: str) -> None:
@@ -348,7 +348,7 @@ def test_a_foreign_state_is_refused(state: dict[str, Any], words: str) -> None:
 def test_a_state_of_other_groups_is_refused() -> None:
     state = _single(TOTAL).state_dict()
     state["knobs"][0]["name"] = "other"
-    with pytest.raises(ValueError, match=r"groups .'group0'., got .'other'"):
+    with pytest.raises(ValueError, match=r"knobs .'lr/group0'., got .'other'"):
         _single(TOTAL).load_state_dict(state)
 
 

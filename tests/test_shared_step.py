@@ -73,7 +73,7 @@ def trained(make: Make, rates: list[float], steps: int) -> hdet.StackedReplicas:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     ensemble = hdet.StackedReplicas(model, 3)
     optimizer = ensemble.optimizer(make(model.parameters()))
-    optimizer.is_steered = True
+    optimizer.steered = {"lr"}
     for step in range(steps):
         for each, rate in zip(optimizer.each, rates, strict=True):
             each.param_groups[0]["lr"] = rate * (1 + step % 3)

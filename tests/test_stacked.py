@@ -464,7 +464,7 @@ def test_state_goes_with_the_replica_that_is_selected() -> None:
     ensemble = StackedReplicas(model, 3)
     ensemble.share_gradients(model, False)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    optimizer.is_steered = True
+    optimizer.steered = {"lr"}
     for replica, each in enumerate(optimizer.each):
         each.param_groups[0]["lr"] = 0.1 * (replica + 1)
     x = torch.tensor([[1.0], [2.0], [3.0]])

@@ -193,3 +193,65 @@ def test_one_state_for_all_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> N
     apart = train("gpt", "shared", "auto", False, torch.float32)
     for ours, theirs in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", ["vmap", "loop"])
+def test_a_captured_run_reads_its_knobs_from_memory(mode: Any) -> None:
+    """Each replay has the values of now, one for each replica."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).cuda()
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    knobs = [hdet.dropout(model), hdet.label_smoothing(criterion)]
+    dials = [dial for knob in knobs for each in knob.dials.values() for dial in each]
+    plain = copy.deepcopy(model).train()
+    ensemble = hdet.StackedReplicas(model, 2, mode=mode)
+    ensemble.compile()
+    for dial in dials:
+        dial.place(2, torch.device("cuda"))
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return criterion(model(x), y)
+
+    x, y = torch.randn(6, 8, device="cuda"), torch.randint(4, (6,), device="cuda")
+    for turn in range(5):
+        drops = [0.0, 1.0] if turn % 2 else [1.0, 0.0]
+        dials[0].set(torch.tensor(drops))
+        dials[1].set(torch.tensor([0.1 * turn, 0.05 * turn]))
+        losses = ensemble.losses(loss, x.repeat(2, 1), y.repeat(2))
+        losses.sum().backward()
+        for replica, drop in enumerate(drops):
+            plain[1].dial.set(drop)  # type: ignore[operator,union-attr]
+            smoothing = (0.1, 0.05)[replica] * turn
+            want = nn.functional.cross_entropy(plain(x), y, label_smoothing=smoothing)
+            torch.testing.assert_close(losses[replica], want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_with_knobs_and_a_probe_trains_captured() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)).cuda()
+    knobs = [hdet.lr(), hdet.weight_decay(), hdet.dropout(model), hdet.gradient_clip(1.0)]
+    ensemble = hdet.StackedReplicas(model, 8)
+    ensemble.compile()
+    optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    x, y = torch.randn(64, 8, device="cuda"), torch.randint(4, (64,), device="cuda")
+    scheduler = hdet.HDET(
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        model=model,
+        replicas=ensemble,
+        knobs=knobs,
+        probe=hdet.Probe(
+            lambda m: nn.functional.cross_entropy(m(x), y, reduction="none"), tail=0.5
+        ),
+        controller=hdet.Tracker(threshold=0.0),
+        sync_every=4,
+    )
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses = ensemble.losses(label_loss, x, y)
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses.detach())
+    assert any(centre != 1.0 for centre in scheduler.get_knobs().values())
+    assert len(scheduler.sensitivity()) == 4
+    torch.cuda.synchronize()
+    assert 0 < (scheduler.probe_share() or 0) < 1

@@ -7,23 +7,51 @@ of the replicas' weights.
 """
 
 from hdet.controller import PaperController
+from hdet.dials import Dial
 from hdet.guard import ReplicasLost
+from hdet.knobs import (
+    Knob,
+    attention_temperature,
+    betas,
+    dropout,
+    eps,
+    gradient_clip,
+    label_smoothing,
+    lr,
+    momentum,
+    weight_decay,
+)
 from hdet.one_cycle import OneCycleHDET
 from hdet.parameters import perturb_
+from hdet.probe import Probe
 from hdet.replay import Replay
 from hdet.replicas import ProcessReplicas
 from hdet.scheduler import HDET
 from hdet.stacked import StackedReplicas
+from hdet.tracker import Tracker
 from hdet.version import __version__
 
 __all__ = [
     "HDET",
+    "Dial",
+    "Knob",
     "OneCycleHDET",
     "PaperController",
+    "Probe",
     "ProcessReplicas",
     "Replay",
     "ReplicasLost",
     "StackedReplicas",
+    "Tracker",
     "__version__",
+    "attention_temperature",
+    "betas",
+    "dropout",
+    "eps",
+    "gradient_clip",
+    "label_smoothing",
+    "lr",
+    "momentum",
     "perturb_",
+    "weight_decay",
 ]

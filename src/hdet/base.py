@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from hdet import knobs
+from hdet import groups
 from hdet.steering import Cycle
 
 
@@ -17,17 +17,17 @@ class Base:
             raise TypeError(f"`base` must be a plain torch LRScheduler, got {schedule!r}.")
         self.schedule = schedule
         self.optimizer = schedule.optimizer
-        self.names = knobs.group_names(self.optimizer)
-        knobs.use_plain_floats(schedule)
+        self.names = groups.group_names(self.optimizer)
+        groups.use_plain_floats(schedule)
         self.cycle: Cycle | None = None
         """Where OneCycleLR peaks and ends; none for other schedules."""
         if isinstance(schedule, OneCycleLR):
-            groups = self.optimizer.param_groups
+            entries = self.optimizer.param_groups
             self.cycle = Cycle(
-                [float(group["max_lr"]) for group in groups],
-                [float(group["min_lr"]) for group in groups],
+                [float(group["max_lr"]) for group in entries],
+                [float(group["min_lr"]) for group in entries],
             )
-        self._entries = knobs.schedule_entries(self.optimizer)
+        self._entries = groups.schedule_entries(self.optimizer)
         self._read()
 
     @property
@@ -49,12 +49,12 @@ class Base:
         return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)
 
     def advance(self, metric: float | None = None) -> None:
-        with knobs.fan_out_undone(self.optimizer, self.lrs):
+        with groups.fan_out_undone(self.optimizer, self.lrs):
             if metric is None:
                 self.schedule.step()
             else:
                 self.schedule.step(metric)  # type: ignore[arg-type]
-        self._read()
+            self._read()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -65,7 +65,7 @@ class Base:
 
     def restore_entries(self) -> None:
         """What the schedule keeps in the optimizer's groups, after a checkpoint replaced them."""
-        knobs.write_schedule_entries(self.optimizer, self._entries)
+        groups.write_schedule_entries(self.optimizer, self._entries)
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go on from a saved state; the run is at `step`."""
@@ -81,7 +81,7 @@ class Base:
             self.schedule._step_count = last + 1
             return
         self.schedule.load_state_dict(state["schedule"])
-        knobs.use_plain_floats(self.schedule)
+        groups.use_plain_floats(self.schedule)
         self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
         self.momenta = state["momenta"]
 
@@ -91,4 +91,4 @@ class Base:
             # One step past its last phase a linear OneCycleLR is extrapolated below zero.
             pairs = zip(self.lrs, self.cycle.floors, strict=True)
             self.lrs = [lr if lr > 0 else floor for lr, floor in pairs]
-        self.momenta = knobs.read_momenta(self.schedule)
+        self.momenta = groups.read_momenta(self.schedule)

@@ -1,6 +1,6 @@
 """One replica of this process: which tensors it consists of, and what becomes of each kind."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -136,12 +136,13 @@ class Body:
     def buffers(self) -> dict[str, Tensor]:
         return _named(self._buffer_places)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self, turned: Collection[str] = ()) -> list[dict[str, Any]]:
         """Settings and parameters of every group, without what differs between replicas."""
+        skipped = {"params", "lr", *turned}
         names = {id(parameter): name for name, parameter in self.parameters().items()}
         return [
             {
-                **{key: repr(group[key]) for key in group if key not in ("params", "lr")},
+                **{key: repr(group[key]) for key in group if key not in skipped},
                 "params": [names[id(parameter)] for parameter in group["params"]],
             }
             for group in self.optimizer.param_groups

@@ -10,26 +10,36 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
+from hdet.fit import Slope
+from hdet.space import Space
 from hdet.validation import check_integer, check_positive, check_range
 
 # One sync may halve or double the scale, no more. The paper's update has no such bound: where the
 # decay is faster than the velocity forgets (1 - gamma < beta), an old velocity carries the
 # shrunken learning rate through zero.
 LARGEST_MOVE = 2.0
-LARGEST_SCALE = 1e9
 
 
 class ScaleState(NamedTuple):
     """What a controller knows of one knob."""
 
     scale: float = 1.0
-    """Centre of the spread, in units of the base schedule."""
+    """Centre of the spread: in units of the base schedule for a learning rate, else a value."""
     velocity: float = 0.0
-    """Running mean of the hypergradient (paper, eq. 7), in the units of the scale."""
+    """Running mean of the hypergradient (paper, eq. 7), in the units of the scale; for Tracker the
+    direction of the last move, 1 or -1."""
     decay: float = 0.0
     """Share of the scale that is lost at every sync (paper, gamma of eq. 8)."""
     floor: float = 1e-9
     """The least the scale may become."""
+    pull: float = 0.0
+    """The evidence so far, in standard errors (Tracker): a sum in which old cycles fade."""
+    mass: float = 0.0
+    """The variance that sum would have if there were no effect."""
+    reach: float = 0.0
+    """How far the next move may go, in units of the spread; 0 before the first."""
+    narrow: float = 1.0
+    """The share of its spread that is used: wide to search, narrow to track."""
 
 
 class Evidence(NamedTuple):
@@ -39,6 +49,12 @@ class Evidence(NamedTuple):
     factors: Sequence[float]
     errors: Sequence[float | None] = ()
     """The standard error of each loss, where it is known."""
+    space: Space = Space("log", 1e-9, 1e9)
+    """Where the knob lives."""
+    width: float = 0.0
+    """How far the spread reaches, in that space."""
+    slope: Slope | None = None
+    """d loss / d position from the joint fit; none if the knob cannot be told apart."""
 
 
 class Move(NamedTuple):
@@ -53,14 +69,17 @@ class Move(NamedTuple):
 
 
 class Controller(Protocol):
-    """Moves a scale by the evidence of a cycle. Pure: the same answer on every process."""
+    """Moves a scale by the evidence of a cycle. Pure: the same answer on every process.
+
+    One with a `cooldown` has nothing explored in that last share of the run.
+    """
 
     @property
     def warmup_steps(self) -> int:
         """Steps before the first sync that may move the scale."""
 
-    def weigh(self, losses: Sequence[float]) -> list[float]:
-        """How much each replica's experience counts; for the record."""
+    def weigh(self, losses: Sequence[float]) -> list[float] | None:
+        """How much each replica's experience counts, for the record; none if it asks otherwise."""
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
         """The new state of one knob, and why."""
@@ -124,10 +143,10 @@ def decay_rate(start: float, floor: float, num_cycles: int) -> float:
     return 1 - math.pow(floor / start, 1 / num_cycles)
 
 
-def coast(state: ScaleState, reason: str) -> Move:
+def coast(state: ScaleState, reason: str, decision: str = "stay") -> Move:
     """A cycle without evidence: the decay goes on, and nothing else."""
     scale = max(state.scale * (1 - state.decay), min(state.floor, state.scale))
-    return Move(state._replace(scale=scale), 0.0, "stay", reason)
+    return Move(state._replace(scale=scale), 0.0, decision, reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,18 +179,21 @@ class PaperController:
         velocity = self.momentum * state.velocity + (1 - self.momentum) * pull
         decayed = state.scale * (1 - state.decay)
         wanted = decayed + self.step_size * velocity
-        scale = min(max(wanted, decayed / LARGEST_MOVE), decayed * LARGEST_MOVE)
-        scale = min(max(scale, state.floor), LARGEST_SCALE)
+        scale = wanted
+        if evidence.space.kind == "log":
+            scale = min(max(wanted, decayed / LARGEST_MOVE), decayed * LARGEST_MOVE)
+        scale = min(max(scale, state.floor, evidence.space.low), evidence.space.high)
         return Move(
             state=state._replace(scale=scale, velocity=velocity),
             hypergradient=pull,
-            decision=_direction(scale, decayed),
+            decision=direction(scale, decayed),
             reason=_reason(evidence, pull, velocity, bounded=scale != wanted),
             error=hypergradient_error(weights, evidence.factors, evidence.errors, self.temperature),
         )
 
 
-def _direction(scale: float, decayed: float) -> str:
+def direction(scale: float, decayed: float) -> str:
+    """Which way a move went, beside the decay."""
     if scale > decayed:
         return "up"
     return "down" if scale < decayed else "stay"

@@ -4,12 +4,18 @@ A bad argument on one replica, or two replicas that disagree, is an error on all
 is left waiting for a replica that has already gone.
 """
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
-from hdet.controller import Controller
+from hdet.controller import Controller, PaperController
+from hdet.design import DESIGNS
+from hdet.knobs import LearningRate
 from hdet.parameters import Parameters
+from hdet.probe import Probe
 from hdet.replicas import Replicas
+from hdet.steering import Steering
 from hdet.validation import check_choice, check_integer, check_range
 
 GRADIENTS = ("shared", "local")
@@ -29,8 +35,19 @@ class Settings:
     total_steps: int | None
     on_overrun: str
     seed: int
+    knobs: tuple[Any, ...] = (LearningRate(),)
+    probe: Probe | None = None
+    design: str | None = None
+    """Who explores what; by default the paper's permutations for its controller."""
 
     def __post_init__(self) -> None:
+        if self.design is None:
+            object.__setattr__(self, "design", self._default_design())
+        check_choice("design", self.design, DESIGNS)
+        for knob in self.knobs:
+            if isinstance(knob, LearningRate) and knob.spread and self.design == "permutation":
+                # The paper's multipliers reach from 1 - spread.
+                check_range("spread", knob.spread, least=0, below=1)
         check_range("spread", self.spread, least=0, below=1)
         check_integer("sync_every", self.sync_every, at_least=1)
         check_integer("seed", self.seed, at_least=0)
@@ -50,6 +67,11 @@ class Settings:
                     f"`warmup_steps` must be less than `total_steps` ({self.total_steps}), "
                     f"got {self.controller.warmup_steps}."
                 )
+
+    def _default_design(self) -> str:
+        only_lr = all(isinstance(knob, LearningRate) for knob in self.knobs)
+        paper = isinstance(self.controller, PaperController)
+        return "permutation" if paper or (self.controller is None and only_lr) else "orthogonal"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +98,33 @@ def plain(settings: Settings) -> dict[str, Any]:
     if controller is not None:
         own = asdict(controller) if is_dataclass(controller) else vars(controller)
         entries["controller"] = {"kind": type(controller).__name__, **own}
+    entries["knobs"] = [knob.describe() for knob in settings.knobs]
+    entries["probe"] = None if settings.probe is None else settings.probe.describe()
     return entries
+
+
+def check_knobs(
+    settings: Settings, steering: Steering, groups: Sequence[str], num_replicas: int
+) -> None:
+    """Knobs must have names of their own, and should not be more than can be told apart."""
+    rates = {knob.name for knob in steering.knobs if knob.about.members}
+    for knob in steering.knobs:
+        # A record knows learning rates by their groups, a state all knobs by their names.
+        if not knob.about.members and knob.name in {*rates, *groups}:
+            raise ValueError(
+                f"`knobs` must have names that no parameter group has, got {knob.name!r}."
+            )
+    most, num = num_replicas - 1, steering.num_spread
+    # The paper's rule looks at each knob alone; any other must tell them apart.
+    alone = isinstance(settings.controller, PaperController | None)
+    if num <= most or most == 0 or (alone and settings.design == "permutation"):
+        return
+    remedy = f"they take turns, {most} in every cycle."
+    if settings.design == "permutation":
+        remedy = "none will move. Leave `design` to hdet, or use more replicas."
+    warnings.warn(
+        f"{num_replicas} replicas can tell {most} knob(s) apart, got {num}: {remedy}", stacklevel=5
+    )
 
 
 def refuse(replicas: Replicas, problem: Exception) -> NoReturn:

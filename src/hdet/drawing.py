@@ -173,6 +173,9 @@ def _alone(values: Sequence[float | None]) -> list[bool]:
 def axis(title: str, values: Iterable[float | None] = (), **more: Any) -> dict[str, Any]:
     values = known(values)
     is_log = needs_log(values)
+    if values and min(values) == max(values) > 0:
+        # Around a constant plotly would draw from minus one to one, whatever its size.
+        more = {"range": [0, 2 * values[0]], **more}
     if is_log and max(values) / min(values) < 1000:
         # Few decades: 1, 2, 5 in full instead of plotly's lone digits.
         more = {"dtick": "D2", "tickformat": "~g", **more}

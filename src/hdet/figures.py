@@ -21,6 +21,7 @@ from hdet.drawing import (
     shortened,
     wrapped,
 )
+from hdet.fit import Felt
 from hdet.history import History, Knob
 
 MOST_STAYS = 600
@@ -39,6 +40,7 @@ MOVES = {
     "up": Mark("moved up", "triangle-up", "@c2", 10),
     "down": Mark("moved down", "triangle-down", "@c1", 10),
     "stay": Mark("stayed", "circle", "@soft", 4),
+    "abstain": Mark("abstained", "circle-open", "@soft", 5),
 }
 
 Labelled = tuple[str, History]
@@ -65,9 +67,15 @@ def mean_loss(history: History) -> list[tuple[int, float]]:
 
 
 def centres(history: History, name: str) -> list[tuple[int, float]]:
-    """The centre of the spread of a knob's learning rates, at the end of every cycle."""
-    pairs = [(step, known(knob.lrs)) for step, knob in history.knob(name)]
-    return [(step, mean(lrs)) for step, lrs in pairs if lrs]
+    """The centre of the spread of a knob, at the end of every cycle."""
+    pairs = [(step, centre_of(knob)) for step, knob in history.knob(name)]
+    return [(step, centre) for step, centre in pairs if centre is not None]
+
+
+def centre_of(knob: Knob) -> float | None:
+    """What the consensus is trained with; in records from before it was noted, the mean."""
+    values = known(knob.values)
+    return mean(values) if knob.centre is None and values else knob.centre
 
 
 def other_measures(histories: Iterable[History]) -> list[str]:
@@ -104,36 +112,45 @@ def losses(history: History) -> Plot | None:
     return Plot(title, caption, traces, layout_of(y_axis, [history], hovermode=mode))
 
 
-def learning_rate(history: History, name: str, size: str) -> Plot | None:
-    knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.lrs)]
+def knob(history: History, name: str, size: str) -> Plot | None:
+    """A learning rate or any other knob: where the replicas were, and what was decided."""
+    knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.values)]
     if not knobs:
         return None
-    stays = sum(knob.decision == "stay" for _, knob in knobs)
-    shown = ("up", "down", "stay") if stays <= MOST_STAYS else ("up", "down")
+    stays = sum(knob.decision in ("stay", "abstain") for _, knob in knobs)
+    shown = tuple(MOVES) if stays <= MOST_STAYS else ("up", "down")
     centre = _centre(knobs, 0, "centre of the spread")
     # The one line that answers to pointing: it knows everything about its cycle.
     centre["text"] = [_told(knob, shown) for _, knob in knobs]
     centre["hovertemplate"] = "%{text}<extra></extra>"
     traces = [*_band(knobs, 0, "spread"), centre]
     traces += [trace for decision in shown if (trace := _moves(knobs, decision))]
+    what = "learning rates" if name in history.rate_names else "values"
     caption = (
-        "The band spans the replicas' learning rates in the last step of each cycle; triangles "
+        f"The band spans the replicas' {what} in the last step of each cycle; triangles "
         "are moves of the controller, and pointing at a cycle shows the reason."
     )
     if "stay" not in shown:
         caption += f" The {stays:,} stays are not marked; their reasons are in the record."
-    layout = layout_of(_lr_axis(traces), [history])
-    return Plot(f"Learning rate: {shortened(name)}", caption, traces, layout, size)
+    layout = layout_of(_knob_axis([history], name, traces), [history])
+    return Plot(_title([history], name), caption, traces, layout, size)
 
 
-def _lr_axis(traces: Sequence[Trace]) -> dict[str, Any]:
+def _title(histories: Sequence[History], name: str) -> str:
+    is_lr = any(name in history.rate_names for history in histories)
+    return f"Learning rate: {shortened(name)}" if is_lr else f"Knob: {shortened(name)}"
+
+
+def _knob_axis(histories: Sequence[History], name: str, traces: Sequence[Trace]) -> dict[str, Any]:
     values = [value for trace in traces for value in trace["y"]]
-    return axis("learning rate", values, tickformat="~e")
+    if any(name in history.rate_names for history in histories):
+        return axis("learning rate", values, tickformat="~e")
+    return axis(label(name), values)
 
 
 def _band(knobs: Sequence[tuple[int, Knob]], index: int, name: str, **more: Any) -> list[Trace]:
     """The lowest and the highest learning rate, and what lies between."""
-    lrs = [known(knob.lrs) for _, knob in knobs]
+    lrs = [known(knob.values) for _, knob in knobs]
     edge = {
         "type": "scatter",
         "mode": "lines",
@@ -148,7 +165,7 @@ def _band(knobs: Sequence[tuple[int, Knob]], index: int, name: str, **more: Any)
 
 
 def _centre(knobs: Sequence[tuple[int, Knob]], index: int, name: str, **more: Any) -> Trace:
-    points = [(step, mean(known(knob.lrs))) for step, knob in knobs]
+    points = [(step, centre_of(knob)) for step, knob in knobs]
     trace = curve(name, points, own_steps=True, **look(index, 2.2), **more)
     trace["mode"] = "lines" if len(points) > 1 else "lines+markers"
     return trace
@@ -156,8 +173,8 @@ def _centre(knobs: Sequence[tuple[int, Knob]], index: int, name: str, **more: An
 
 def _told(knob: Knob, shown: Sequence[str]) -> str:
     """What pointing at a cycle shows."""
-    lrs = known(knob.lrs)
-    lines = [f"{brief(mean(lrs))}, spread {brief(min(lrs))} to {brief(max(lrs))}"]
+    lrs = known(knob.values)
+    lines = [f"{brief(centre_of(knob))}, spread {brief(min(lrs))} to {brief(max(lrs))}"]
     if knob.decision in MOVES:
         lines.append(f"<b>{MOVES[knob.decision].name}</b>")
     if knob.decision in shown or knob.decision not in MOVES:
@@ -178,7 +195,7 @@ def _moves(knobs: Sequence[tuple[int, Knob]], decision: str) -> Trace | None:
         "mode": "markers",
         "name": name,
         "x": [step for step, _ in made],
-        "y": [rounded(mean(known(knob.lrs))) for _, knob in made],
+        "y": [rounded(centre_of(knob)) for _, knob in made],
         "hoverinfo": "skip",
         "marker": {
             "symbol": symbol,
@@ -198,7 +215,7 @@ def hypergradient(history: History, name: str, size: str) -> Plot | None:
     width, size_of_marker = (1.4, 5) if len(knobs) <= MANY else (0.7, 3)
     marker = {"color": "@c0", "size": size_of_marker}
     trace = curve("hypergradient", points, line={"color": "@c0", "width": width}, marker=marker)
-    caption = "Above zero the losses ask for a higher learning rate, below zero for a lower one"
+    caption = "Above zero the losses ask for a higher value, below zero for a lower one"
     if known(errors):
         bars = {"type": "data", "array": errors, "width": 0, "thickness": width}
         trace["error_y"] = {**bars, "color": "@c0/0.45"}
@@ -240,7 +257,7 @@ def scales(history: History) -> Plot | None:
             traces.append(curve(label(name), ratios, own_steps=True, **look(index, 1.6)))
     if not traces:
         return None
-    caption = "The centre of every knob's learning rate, as a multiple of that of its first cycle."
+    caption = "The centre of every knob, as a multiple of that of its first cycle."
     values = [value for trace in traces for value in trace["y"]]
     mode = "x unified" if len(traces) <= NUM_COLOURS else "closest"
     layout = layout_of(axis("multiple of the first", values), [history], hovermode=mode)
@@ -248,6 +265,65 @@ def scales(history: History) -> Plot | None:
         for trace in traces:
             trace["hovertemplate"] = "%{fullData.name}, step %{x:,d}: %{y:.4~g}<extra></extra>"
     return Plot("All knobs", caption, traces, layout)
+
+
+def sensitivity(history: History) -> Plot | None:
+    """How the signal answered to every knob: slopes with intervals, over the steps."""
+    traces = []
+    for index, name in enumerate(history.knob_names):
+        known_slopes = [
+            (step, knob.slope, knob.slope_error)
+            for step, knob in history.knob(name)
+            if knob.slope is not None and knob.slope_error is not None
+        ]
+        points = faded(known_slopes)
+        if not points:
+            continue
+        traces += _interval(points, index, f"s{index}")
+        line = [(step, slope) for step, slope, _ in points]
+        trace = curve(label(name), line, own_steps=True, legendgroup=f"s{index}", **look(index, 2))
+        trace["text"] = [f" ± {1.96 * error:.2g}" for _, _, error in points]
+        trace["hovertemplate"] = "%{y:.3~g}%{text}"
+        trace["mode"] = "lines" if len(points) > 1 else "lines+markers"
+        traces.append(trace)
+    if not traces:
+        return None
+    caption = (
+        "d loss / d knob, each in its own space (log or logit: for a change by a factor e), from "
+        "the joint fit of every cycle, averaged over the last ten or so; the band is a 95 % "
+        "interval. Below zero the loss falls when the knob is raised; a band across zero says "
+        "that the run cannot tell."
+    )
+    zero: dict[str, Any] = {"zeroline": True, "zerolinecolor": "@soft", "zerolinewidth": 1.5}
+    layout = layout_of(axis("slope of the loss", rangemode="tozero", **zero), [history])
+    return Plot("Sensitivity", caption, traces, layout)
+
+
+def _interval(points: Sequence[tuple[int, float, float]], index: int, group: str) -> list[Trace]:
+    edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [step for step, _, _ in points],
+        "line": {"color": f"{colour(index)}/0.3", "width": 0.5},
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": group,
+        "name": "interval",
+    }
+    low = [rounded(slope - 1.96 * error) for _, slope, error in points]
+    high = [rounded(slope + 1.96 * error) for _, slope, error in points]
+    fill = {"fill": "tonexty", "fillcolor": f"{colour(index)}/0.12"}
+    return [{**edge, "y": low}, {**edge, "y": high, **fill}]
+
+
+def faded(slopes: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """At every step what the slopes so far have shown."""
+    felt, points = Felt(), []
+    for step, slope, error in slopes:
+        felt = felt.and_then(slope, error)
+        if felt.num:
+            points.append((step, felt.slope, felt.error))
+    return points
 
 
 def distances(history: History) -> Plot | None:
@@ -345,19 +421,20 @@ def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
     return Plot("Training loss", caption, traces, layout)
 
 
-def learning_rates(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:
+def knobs_of(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:
     traces: list[Trace] = []
     for index, (who, history) in enumerate(runs):
-        knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.lrs)]
+        knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.values)]
         if knobs:
             group = {"legendgroup": str(index)}
             traces += _band(knobs, index, label(who), showlegend=False, **group)
             traces.append(_centre(knobs, index, label(who), **group))
     if not traces:
         return None
-    layout = layout_of(_lr_axis(traces), [history for _, history in runs])
+    histories = [history for _, history in runs]
+    layout = layout_of(_knob_axis(histories, name, traces), histories)
     caption = (
         "The line is the centre of the spread of each run, the band runs from the lowest to the "
-        "highest learning rate of its replicas."
+        "highest value of its replicas."
     )
-    return Plot(f"Learning rate: {shortened(name)}", caption, traces, layout, size)
+    return Plot(_title(histories, name), caption, traces, layout, size)

@@ -12,6 +12,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hdet.capture import Captured
+from hdet.dials import running
 from hdet.gradients import OwnGradients, SharedGradient, SharedGradients
 from hdet.vmapped import Vmapped, safe_attention
 
@@ -50,6 +51,8 @@ class Forward:
         self.shares_gradients = True
         self._modules, self._weights, self._buffers = modules, weights, buffers
         self._device = next(iter(weights.values())).device
+        # As tensors, not as numbers: compiled code is the same for all replicas.
+        self._replicas = torch.arange(len(modules), device=self._device)
         self._compile: Callable[[Any], Any] | None = None
         self._functions: dict[Any, Any] = {}
         self._captured: dict[Any, Captured | None] = {}
@@ -157,7 +160,12 @@ class Forward:
         run = self._compiled(_vmapped)
         with safe_attention(self._device.type):
             losses: Tensor = run(
-                function, self._modules[0], leaves, weights, self._buffers, parts, self._device.type
+                function,
+                self._modules[0],
+                leaves,
+                (weights, self._buffers, self._replicas),
+                parts,
+                self._device.type,
             )
         return losses
 
@@ -172,7 +180,7 @@ class Forward:
             ours = module if self._compile is None else self._modules[0]
             buffers = {} if ours is module else {n: b[r] for n, b in self._buffers.items()}
             with streams(r):
-                losses.append(run(function, ours, weights[r], buffers, part))
+                losses.append(run(function, ours, (weights[r], buffers), self._replicas[r], part))
         streams(None)
         return torch.stack(losses)
 
@@ -298,9 +306,14 @@ class Branches:
 
 
 def _alone(
-    function: LossFunction, module: nn.Module, weights: Tensors, buffers: Tensors, part: Any
+    function: LossFunction,
+    module: nn.Module,
+    tensors: tuple[Tensors, Tensors],
+    replica: Tensor,
+    part: Any,
 ) -> Tensor:
-    return _one_loss(function(Replica(module, (weights, buffers)), *part))
+    with running(replica):
+        return _one_loss(function(Replica(module, tensors), *part))
 
 
 def _one_loss(loss: Any) -> Tensor:
@@ -315,21 +328,21 @@ def _vmapped(
     function: LossFunction,
     module: nn.Module,
     leaves: Tensors,
-    weights: Tensors,
-    buffers: Tensors,
+    stacks: tuple[Tensors, Tensors, Tensor],
     parts: Any,
     device_type: str,
 ) -> Tensor:
+    weights, buffers, replicas = stacks
     if leaves:
         weights = {name: SharedGradient.apply(leaves[name], weights[name]) for name in weights}
 
-    def one(weights: Tensors, buffers: Tensors, part: Any) -> Tensor:
-        with Vmapped(device_type):
+    def one(weights: Tensors, buffers: Tensors, replica: Tensor, part: Any) -> Tensor:
+        with Vmapped(device_type), running(replica):
             return _one_loss(function(Replica(module, (weights, buffers)), *part))
 
     dims = tree_map(lambda value: 0 if _is_split(value) else None, parts)
-    run = vmap(one, in_dims=(0, 0, dims), randomness="different")
-    losses: Tensor = run(weights, buffers, parts)
+    run = vmap(one, in_dims=(0, 0, 0, dims), randomness="different")
+    losses: Tensor = run(weights, buffers, replicas, parts)
     return losses
 
 

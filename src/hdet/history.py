@@ -39,14 +39,19 @@ class Converge(NamedTuple):
 
 
 class Knob(NamedTuple):
-    """One learning rate in one cycle: what the replicas ran with, and what was decided."""
+    """One knob in one cycle: what the replicas ran with, and what was decided."""
 
     name: str
-    lrs: Numbers
+    values: Numbers
+    centre: float | None
+    is_lr: bool
+    space: str
     scale: float | None
     velocity: float | None
     hypergradient: float | None
     hypergradient_error: float | None
+    slope: float | None
+    slope_error: float | None
     decision: str
     reason: str
 
@@ -66,9 +71,13 @@ class Cycle(NamedTuple):
     steps: tuple[int, ...] = ()
     """Some of its steps, counted from 0."""
     centres: tuple[tuple[float, ...], ...] = ()
-    """For each knob the centre of the spread at those steps."""
+    """For each learning rate the centre of the spread at those steps."""
     momenta: tuple[tuple[float, ...], ...] = ()
-    """For each knob the momentum at those steps, if the base schedule cycles it."""
+    """For each learning rate the momentum at those steps, if the base schedule cycles it."""
+    scores: Numbers = ()
+    """What each replica scored in the probe, lower is better; empty without one."""
+    probe_share: float | None = None
+    """The share of the cycle's time that the probe took."""
 
 
 class Note(NamedTuple):
@@ -159,6 +168,12 @@ class History:
     @property
     def knob_names(self) -> list[str]:
         return list(dict.fromkeys(knob.name for cycle in self.cycles for knob in cycle.knobs))
+
+    @property
+    def rate_names(self) -> list[str]:
+        """The knobs that are learning rates: one for each parameter group."""
+        knobs = [knob for cycle in self.cycles for knob in cycle.knobs if knob.is_lr]
+        return list(dict.fromkeys(knob.name for knob in knobs))
 
     @property
     def measure_names(self) -> list[str]:
@@ -331,8 +346,18 @@ def _cycle(event: Mapping[str, Any]) -> Cycle:
         distances=_numbers(event, "distances"),
         converge=_converge(event),
         knobs=knobs,
-        **_course(event, len(knobs)),
+        scores=_numbers(event, "scores"),
+        probe_share=_probe_share(event),
+        **_course(event, sum(knob.is_lr for knob in knobs)),
     )
+
+
+def _probe_share(event: Mapping[str, Any]) -> float | None:
+    probe = _number(_table(event, "probe"), "seconds")
+    training = _number(_table(event, "training"), "seconds")
+    if probe is None or training is None or probe + training <= 0:
+        return None
+    return probe / (probe + training)
 
 
 def _course(event: Mapping[str, Any], num_knobs: int) -> dict[str, Any]:
@@ -363,13 +388,19 @@ def _rows(course: Mapping[str, Any], name: str) -> tuple[tuple[float, ...], ...]
 
 
 def _knob(entry: Mapping[str, Any]) -> Knob:
+    is_lr = "values" not in entry
     return Knob(
         name=_text(entry, "name", needed=True),
-        lrs=_numbers(entry, "lrs", needed=True),
+        values=_numbers(entry, "lrs" if is_lr else "values", needed=True),
+        centre=_number(entry, "centre"),
+        is_lr=is_lr,
+        space=_text(entry, "space") or "log",
         scale=_number(entry, "scale"),
         velocity=_number(entry, "velocity"),
         hypergradient=_number(entry, "hypergradient"),
         hypergradient_error=_number(entry, "hypergradient_error"),
+        slope=_number(entry, "slope"),
+        slope_error=_number(entry, "slope_error"),
         decision=_text(entry, "decision"),
         reason=_text(entry, "reason"),
     )

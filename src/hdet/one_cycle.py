@@ -1,6 +1,7 @@
 """OneCycleHDET: the drop-in for torch's OneCycleLR, and the paper's auto-LR as it is printed."""
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet.base import Base
 from hdet.controller import PaperController
 from hdet.door import Settings
+from hdet.knobs import LearningRate, flattened
+from hdet.probe import Probe, as_probe
 from hdet.replicas import Replicas
 from hdet.scheduler import HDET
 from hdet.steering import Cycle
@@ -51,6 +54,8 @@ class OneCycleHDET(HDET):
         momentum: float = 0.9,
         temperature: float = 0.1,
         step_size: float = 0.5,
+        knobs: Sequence[Any] | None = None,
+        probe: Probe | Callable[[Any], Any] | None = None,
         gradients: Literal["shared", "local"] = "shared",
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
         replicas: Replicas | None = None,
@@ -98,6 +103,8 @@ class OneCycleHDET(HDET):
                 total_steps=base.total_steps,
                 on_overrun=on_overrun,
                 seed=seed,
+                knobs=(LearningRate(),) if knobs is None else tuple(flattened(knobs)),
+                probe=as_probe(probe),
             )
             return base, settings
 

@@ -1,7 +1,7 @@
 """The only writer of weights, buffers and optimizer state: converge, re-seed, perturb, visit."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
@@ -28,6 +28,8 @@ class Parameters:
         self._replicas = replicas
         pairs = zip(replicas.optimizers(optimizer), replicas.modules(model), strict=True)
         self._bodies = [Body(*pair) for pair in pairs]
+        self._tail: list[Tensor] = []
+        self._tail_steps = 0
 
     def refresh(self) -> None:
         """Look again which tensors the replicas consist of; a roll call begins with it."""
@@ -80,8 +82,8 @@ class Parameters:
             for (name, tensor), value in everything
         }
 
-    def describe_groups(self) -> list[dict[str, Any]]:
-        return self._bodies[0].groups()
+    def describe_groups(self, turned: Collection[str] = ()) -> list[dict[str, Any]]:
+        return self._bodies[0].groups(turned)
 
     def are_perturbed(self) -> bool:
         """Whether `perturb_` made the replicas differ on purpose."""
@@ -145,6 +147,44 @@ class Parameters:
         finally:
             for tensor, own in zip(everything, kept, strict=True):
                 tensor.copy_(own)
+
+    # Averaged iterates -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_iterate(self) -> None:
+        """Take the weights as they are into the mean over the tail of the cycle."""
+        weights = self._weights()
+        self._tail_steps += 1
+        if self._tail_steps == 1 or len(weights) != len(self._tail):
+            self._tail, self._tail_steps = [weight.clone() for weight in weights], 1
+        elif weights:
+            torch._foreach_lerp_(self._tail, weights, 1 / self._tail_steps)
+
+    def forget_iterates(self) -> None:
+        self._tail, self._tail_steps = [], 0
+
+    @contextmanager
+    def at_tail(self) -> Iterator[None]:
+        """Inside, the weights are their mean over the tail of the cycle, if there is one."""
+        weights = self._weights() if self._tail else []
+        own = [weight.clone() for weight in weights]
+        _copy_all(weights, self._tail)
+        try:
+            yield
+        finally:
+            _copy_all(weights, own)
+
+    def _weights(self) -> list[Tensor]:
+        """Those of all local replicas that train."""
+        for body in self._bodies:
+            body.refresh()
+        return [tensor.detach() for body in self._bodies for tensor in body.part("moving")]
+
+
+@torch.no_grad()
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()

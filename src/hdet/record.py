@@ -11,15 +11,18 @@ import platform
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from hdet.controller import Move
+from hdet.fit import Slope
 from hdet.guard import Triage
 from hdet.history import FILE_NAME, SCHEMA
-from hdet.steering import Steered
+from hdet.steering import Knob, Steered
 from hdet.version import __version__
 
 
@@ -39,12 +42,34 @@ def cycle_line(
     losses: Sequence[float | None],
     errors: Sequence[float | None],
     distances: Sequence[float | None],
+    scores: Sequence[Sequence[float]] | None,
     steered: Steered,
     ran_with: Sequence[float],
-    factors: Sequence[Sequence[float]],
+    knobs: Sequence[Knob],
+    used: Sequence[tuple[float, Sequence[float]]],
     course: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a cycle showed and what came of it. `lrs` are those of its last step."""
+    """What a cycle showed and what came of it. `lrs` are those of its last step; `used` has the
+    centre of every knob and where each replica stood.
+
+    Learning rates have one entry for every parameter group, whatever knob moves them.
+    """
+    rates: dict[int, dict[str, Any]] = {}
+    others = []
+    rows = zip(knobs, steered.moves, steered.slopes, used, strict=True)
+    for knob, move, slope, (centre, values) in rows:
+        told = _knob_line(knob, move, slope)
+        for group, base in enumerate(ran_with):
+            if group in knob.about.members:
+                own = {"lrs": [base * factor for factor in values], "centre": base * centre}
+                rates[group] = {"name": names[group], **own, **told}
+        if not knob.about.members:
+            others.append({"name": knob.name, "values": values, "centre": centre, **told})
+    for group, lr in enumerate(ran_with):
+        still = {"decision": "stay", "reason": "not explored"}
+        lrs = [lr] * len(losses)
+        rest = {"lrs": lrs, "centre": lr, "scale": 1.0, **still}
+        rates.setdefault(group, {"name": names[group], **rest})
     return {
         "event": "cycle",
         "cycle": cycle,
@@ -52,19 +77,22 @@ def cycle_line(
         "loss_errors": errors,
         "weights": steered.weights,
         "distances": distances,
+        "scores": None if scores is None else [fmean(each) if each else None for each in scores],
         "course": course,
-        "knobs": [
-            {
-                "name": name,
-                "lrs": [base * factor for factor in used],
-                **move.state._asdict(),
-                "hypergradient": move.hypergradient,
-                "hypergradient_error": move.error,
-                "decision": move.decision,
-                "reason": move.reason,
-            }
-            for name, move, base, used in zip(names, steered.moves, ran_with, factors, strict=True)
-        ],
+        "knobs": [*(rates[group] for group in sorted(rates)), *others],
+    }
+
+
+def _knob_line(knob: Knob, move: Move, slope: Slope | None) -> dict[str, Any]:
+    return {
+        "space": knob.about.space.kind,
+        **move.state._asdict(),
+        "hypergradient": move.hypergradient,
+        "hypergradient_error": move.error,
+        "slope": None if slope is None else slope.slope,
+        "slope_error": None if slope is None else slope.error,
+        "decision": move.decision,
+        "reason": move.reason,
     }
 
 
@@ -107,7 +135,7 @@ class Recorder:
                 if file.read() != b"\n":  # what a kill left half written must not spoil the next
                     file.write(b"\n")
         self._failed = False
-        self._waiting: deque[tuple[dict[str, Any], Stopwatch | None]] = deque()
+        self._waiting: deque[tuple[dict[str, Any], Mapping[str, Stopwatch]]] = deque()
 
     def start(self, settings: dict[str, Any], replicas: dict[str, Any], device: str) -> None:
         versions = {
@@ -126,21 +154,25 @@ class Recorder:
         )
 
     def write(
-        self, line: dict[str, Any], converge: Stopwatch | None = None, *, wait: bool = False
+        self,
+        line: dict[str, Any],
+        watches: Mapping[str, Stopwatch] | None = None,
+        *,
+        wait: bool = False,
     ) -> None:
-        """Queue a line; it is written as soon as the time of its converge is known."""
-        self._waiting.append(({"time": round(time.time(), 3), **line}, converge))
+        """Queue a line; it is written as soon as the times of its parts are known."""
+        self._waiting.append(({"time": round(time.time(), 3), **line}, watches or {}))
         self.flush(wait=wait)
 
     def flush(self, *, wait: bool = False) -> None:
         """Write the lines that are ready, in order; the host waits for the device if told to."""
         while self._waiting:
-            line, converge = self._waiting[0]
-            if converge is not None:
-                seconds = converge.seconds(wait=wait)
+            line, watches = self._waiting[0]
+            for part, watch in watches.items():
+                seconds = watch.seconds(wait=wait)
                 if seconds is None:
                     return
-                line = {**line, "converge": {**line["converge"], "seconds": seconds}}
+                line = {**line, part: {**line.get(part, {}), "seconds": seconds}}
             self._waiting.popleft()
             self._append(json.dumps(_plain({"schema": SCHEMA, **line}), allow_nan=False))
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet import knobs, schedule
+from hdet import groups, schedule
 from hdet.validation import check_integer
 
 
@@ -29,7 +29,7 @@ class Replay(LRScheduler):
         found = schedule.load(path)
         if total_steps is not None:
             check_integer("total_steps", total_steps, at_least=1)
-        names = knobs.group_names(optimizer)
+        names = groups.group_names(optimizer)
         if names != list(found.groups):
             raise ValueError(
                 f"`optimizer` must have the parameter groups {list(found.groups)}, got {names}."
@@ -43,7 +43,7 @@ class Replay(LRScheduler):
         place = self._place()
         momenta = [schedule.at(g.steps, g.momenta, place) for g in self._groups if g.momenta]
         if len(momenta) == len(self._groups) and self._has_momenta():
-            knobs.write_momenta(self.optimizer, momenta)
+            groups.write_momenta(self.optimizer, momenta)
         return [schedule.at(group.steps, group.lrs, place) for group in self._groups]
 
     def state_dict(self) -> dict[str, Any]:

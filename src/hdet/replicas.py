@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,8 +34,13 @@ class Replicas(Protocol):
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         """The module of each local replica, given what the user calls the model."""
 
-    def optimizers(self, optimizer: Optimizer) -> Sequence[Optimizer]:
-        """The optimizer of each local replica, given what the user calls the optimizer."""
+    def optimizers(
+        self, optimizer: Optimizer, steers: Collection[str] | None = None
+    ) -> Sequence[Optimizer]:
+        """The optimizer of each local replica, given what the user calls the optimizer.
+
+        Whoever asks will write their learning rates, and the entries `steers` of their groups.
+        """
 
     def gather(self, rows: Tensor) -> Tensor:
         """One row for each local replica -> one row for each replica, in their order."""
@@ -68,7 +73,9 @@ class OneReplica:
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]
 
-    def optimizers(self, optimizer: Optimizer) -> Sequence[Optimizer]:
+    def optimizers(
+        self, optimizer: Optimizer, steers: Collection[str] | None = None
+    ) -> Sequence[Optimizer]:
         return [optimizer]
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -136,7 +143,9 @@ class ProcessReplicas:
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]
 
-    def optimizers(self, optimizer: Optimizer) -> Sequence[Optimizer]:
+    def optimizers(
+        self, optimizer: Optimizer, steers: Collection[str] | None = None
+    ) -> Sequence[Optimizer]:
         return [optimizer]
 
     def gather(self, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet import figures
-from hdet.drawing import brief, duration, known, shortened, volume
+from hdet.drawing import brief, duration, known, mean, shortened, volume
 from hdet.figures import Labelled, Plot
 from hdet.history import History, read
 from hdet.page import Sheet, boxed, folded, notice, table, text, tiles
@@ -135,7 +135,8 @@ def _details(sheet: Sheet, history: History) -> str:
     if history.cycles or history.notes:
         sections += [
             _section("Losses", sheet.grid([figures.losses(history)]) or _none("No loss recorded.")),
-            _section("Learning rates", _knobs(sheet, history)),
+            _section(_knob_title([history]), _knobs(sheet, history)),
+            _section("Sensitivity", sheet.grid([figures.sensitivity(history)])),
             _section("Measures", _measures(sheet, history)),
             _section("Replicas", _replicas(sheet, history)),
         ]
@@ -145,6 +146,11 @@ def _details(sheet: Sheet, history: History) -> str:
 
 def _section(title: str, inside: str) -> str:
     return f"<section><h2>{text(title)}</h2>{inside}</section>" if inside else ""
+
+
+def _knob_title(histories: Sequence[History]) -> str:
+    others = any(set(h.knob_names) - set(h.rate_names) for h in histories)
+    return "Learning rates and knobs" if others else "Learning rates"
 
 
 def _none(sentence: str) -> str:
@@ -188,7 +194,9 @@ def _facts(history: History) -> Iterator[tuple[str, str, str]]:
     moves = Counter(knob.decision for cycle in history.cycles for knob in cycle.knobs)
     if moves:
         arrows = f"▲&nbsp;{moves['up']:,} ▼&nbsp;{moves['down']:,}"
-        yield "Moves", arrows, f"up and down; {moves['stay']:,} stayed"
+        rest = f"up and down; {moves['stay']:,} stayed"
+        rest += f", {moves['abstain']:,} abstained" if moves["abstain"] else ""
+        yield "Moves", arrows, rest
     every = history.settings.get("sync_every")
     yield "Cycles", f"{len(history.cycles):,}", f"of {every:,} steps" if type(every) is int else ""
     yield (
@@ -198,19 +206,24 @@ def _facts(history: History) -> Iterator[tuple[str, str, str]]:
     )
     yield _excluded_fact(history)
     yield _converge_fact(history)
+    shares = known(cycle.probe_share for cycle in history.cycles)
+    if shares:
+        yield "Probing", f"{100 * mean(shares):.2g} %", "of the time of a cycle, on average"
 
 
 def _lr_fact(history: History) -> tuple[str, str, str]:
     names = history.knob_names
     if len(names) > 2:
-        return "Learning rates", f"{len(names)} knobs", "each in the table below"
+        return "Knobs", f"{len(names)} knobs", "each in the table below"
     ways = {name: _way(history, name) for name in names}
+    title = "Learning rate" if history.rate_names else "Knob"
     if len(names) == 1:
-        return "Learning rate", ways[names[0]], "centre: first, highest, last cycle"
+        return title, ways[names[0]], "centre: first, highest, last cycle"
     both = "<br>".join(
         f"{way} <small>{text(shortened(name, 18))}</small>" for name, way in ways.items()
     )
-    return "Learning rates", both, "centre: first, highest, last cycle"
+    title = "Learning rates" if len(history.rate_names) == 2 else "Knobs"
+    return title, both, "centre: first, highest, last cycle"
 
 
 def _way(history: History, name: str) -> str:
@@ -254,7 +267,7 @@ def _knobs(sheet: Sheet, history: History) -> str:
 
 def _panel(history: History, name: str, *sizes: str) -> list[Plot | None]:
     """A row of the grid: what a knob did, and beside or below it what it was told."""
-    kinds = (figures.learning_rate, figures.hypergradient)
+    kinds = (figures.knob, figures.hypergradient)
     return [kind(history, name, size) for kind, size in zip(kinds, sizes, strict=True)]
 
 
@@ -264,10 +277,11 @@ def _knob_table(history: History) -> str:
         first, last = (points[0][1], points[-1][1]) if points else (None, None)
         ratio = f"x {brief(last / first)}" if first and last is not None else "-"
         moves = Counter(knob.decision for _, knob in history.knob(name))
-        return [name, brief(first), brief(last), ratio, moves["up"], moves["down"], moves["stay"]]
+        stayed = moves["stay"] + moves["abstain"]
+        return [name, brief(first), brief(last), ratio, moves["up"], moves["down"], stayed]
 
     head = ["knob", "first cycle", "last cycle", "change", "up", "down", "stayed"]
-    about = "The centre of each knob's learning rate, and the moves of the controller."
+    about = "The centre of each knob, and the moves of the controller."
     return table(about, head, map(row, history.knob_names))
 
 
@@ -376,7 +390,7 @@ def _comparison(sheet: Sheet, runs: Sequence[Labelled]) -> str:
         + "".join(_notices(history, f"{who}: ") for who, history in runs)
         + _section("Side by side", boxed(_run_table(runs, knobs, measures)))
         + _section("Loss", sheet.grid([held_out, figures.mean_losses(runs)]))
-        + _section("Learning rates", _compared_knobs(sheet, runs, knobs))
+        + _section(_knob_title(histories), _compared_knobs(sheet, runs, knobs))
         + _section("Measures", sheet.grid(figures.measure(runs, name) for name in measures))
         + _section("Each run", details)
     )
@@ -385,8 +399,8 @@ def _comparison(sheet: Sheet, runs: Sequence[Labelled]) -> str:
 def _compared_knobs(sheet: Sheet, runs: Sequence[Labelled], names: Sequence[str]) -> str:
     if len(names) <= MOST_PANELS:
         size = "wide" if len(names) == 1 else "half"
-        return sheet.grid(figures.learning_rates(runs, name, size) for name in names)
-    panels = [(name, sheet.grid([figures.learning_rates(runs, name, "wide")])) for name in names]
+        return sheet.grid(figures.knobs_of(runs, name, size) for name in names)
+    panels = [(name, sheet.grid([figures.knobs_of(runs, name, "wide")])) for name in names]
     return sheet.picker("Knob", panels)
 
 
@@ -410,7 +424,8 @@ def _run_table(runs: Sequence[Labelled], knobs: Sequence[str], measures: Sequenc
         ]
 
     head = ["run", "status", "replicas", "steps", "held-out loss", "training loss", *measures]
-    head += [f"highest learning rate, {name}" for name in knobs]
-    about = "Losses and measures at the end of each run; the learning rate is the highest centre "
-    about += "of the spread."
+    rates = {name for _, history in runs for name in history.rate_names}
+    head += [f"highest {'learning rate, ' if name in rates else ''}{name}" for name in knobs]
+    about = "Losses and measures at the end of each run; of learning rates and other knobs the "
+    about += "highest centre of the spread."
     return table(about, head, [row(*run) for run in runs], numbers_from=2)

@@ -10,6 +10,7 @@ from torch import Tensor
 from hdet.body import Agreed
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
+from hdet.probe import WORDS
 from hdet.replicas import Replicas
 
 
@@ -28,6 +29,8 @@ class RollCall(NamedTuple):
     """What is known to be equal on all replicas, bit for bit."""
     states_match: bool
     """Whether the optimizer states have the same size everywhere, so that they can be averaged."""
+    scores: list[list[float]] | None = None
+    """What a probe found, lower is better, one for each of its batches; none without a probe."""
 
     def require_losses(self, step: int) -> None:
         silent = [replica for replica, loss in enumerate(self.losses) if loss is None]
@@ -46,10 +49,11 @@ def roll_call(
     step: int,
     compare: Sequence[str],
     measures: bool = False,
+    probed: Tensor | None = None,
 ) -> RollCall:
     """Gather one row from every replica. `compare` names the parts that may be equal on all.
 
-    With `measures`, also how far they are apart.
+    With `measures`, also how far they are apart; with `probed`, also what they scored.
     """
     parameters.refresh()
     rows = signal.rows().double()
@@ -71,9 +75,11 @@ def roll_call(
         # A float64 holds 53 bits: the 64 of a fingerprint travel in two columns.
         columns += [column(values >> 32), column(values & 0xFFFFFFFF)]
     sample = column(parameters.sample()) if measures else rows[:, :0]
-    everyone = replicas.gather(torch.column_stack([rows, *columns, sample]))
+    scored = rows[:, :0] if probed is None else column(probed)
+    everyone = replicas.gather(torch.column_stack([rows, *columns, scored, sample]))
     told, samples = everyone.split([everyone.shape[1] - sample.shape[1], sample.shape[1]], dim=1)
-    table = torch.column_stack([_distances(samples), told]).tolist()
+    lines = torch.column_stack([_distances(samples), told]).tolist()
+    table = [line[: len(line) - scored.shape[1]] for line in lines]
     _check_steps([int(row[4]) for row in table])
     least_bad = min(row[6] for row in table)
     return RollCall(
@@ -84,7 +90,26 @@ def roll_call(
         finite=[bool(row[5]) and row[6] == least_bad for row in table],
         agreed=_compare([row[8:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
         states_match=len({row[7] for row in table}) == 1,
+        scores=None if probed is None else _scores([line[-scored.shape[1] :] for line in lines]),
     )
+
+
+def _scores(rows: list[list[float]]) -> list[list[float]]:
+    """One list for each replica, if all of them have scored the same."""
+    seen = [tuple(row[-WORDS:]) for row in rows]
+    if len(set(seen)) > 1:
+        odd = next(replica for replica, words in enumerate(seen) if words != seen[0])
+        raise ValueError(
+            "`probe` must score the same batches on all replicas, got different ones on replicas "
+            f"0 and {odd}: fix the order of its loader, or keep the batches in a list."
+        )
+    scores = [[score for score in row[:-WORDS] if not math.isnan(score)] for row in rows]
+    if len({len(each) for each in scores}) > 1:
+        raise ValueError(
+            "`score` of the probe must return equally many numbers on all replicas, got "
+            f"{[len(each) for each in scores]} in their order."
+        )
+    return scores
 
 
 def _distances(samples: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def found(history: History) -> Schedule:
     """The learning rates of the consensus, as the record tells them."""
     if not history.cycles:
         raise ValueError(f"{history.path} holds no cycle yet: there is no schedule to export")
-    names = history.knob_names
+    names = history.rate_names
     points: dict[str, dict[int, tuple[float, float | None]]] = {name: {} for name in names}
     for cycle in history.cycles:
         for name, course in _courses(cycle).items():
@@ -107,13 +107,13 @@ def at(steps: list[int], values: list[float], place: float) -> float:
 def _courses(cycle: Cycle) -> dict[str, dict[int, tuple[float, float | None]]]:
     """For each knob of a cycle: step -> learning rate and momentum."""
     courses = {}
-    for index, knob in enumerate(cycle.knobs):
+    for index, knob in enumerate(knob for knob in cycle.knobs if knob.is_lr):
         if cycle.steps and index < len(cycle.centres):
             momenta = cycle.momenta[index] if cycle.momenta else [None] * len(cycle.steps)
             rows = zip(cycle.steps, cycle.centres[index], momenta, strict=True)
             courses[knob.name] = {step: (lr, momentum) for step, lr, momentum in rows}
         else:  # a record from before centres were noted: what its last step was run with
-            lrs = [lr for lr in knob.lrs if lr is not None]
+            lrs = [lr for lr in knob.values if lr is not None]
             if lrs:
                 courses[knob.name] = {cycle.step - 1: (fmean(lrs), None)}
     return courses

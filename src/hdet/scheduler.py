@@ -1,40 +1,42 @@
-"""When: the clock of a run. Wires losses, roll call, guard, steering and knobs together.
+"""When: the clock of a run. Wires losses, probe, roll call, guard, steering and hands together.
 
-One cycle: losses -> loss_signal -> roll_call -> guard -> controller -> scale x spread -> knobs,
-and parameters.converge_ -> replicas. It computes nothing itself, and nothing flows back:
+One cycle: losses -> loss_signal, probe -> roll_call -> guard -> controller -> scale x spread ->
+hands, and parameters.converge_ -> replicas. It computes nothing itself, and nothing flows back:
 group["lr"] is written, never read.
 """
 
 import copy
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet import knobs
+from hdet import groups, state
 from hdet.base import Base
 from hdet.body import PARTS
 from hdet.controller import Controller, PaperController
 from hdet.course import Course
-from hdet.door import Settings, agree, describe, plain, refuse
+from hdet.door import Settings, agree, check_knobs, describe, plain, refuse
 from hdet.guard import Triage, triage
+from hdet.handles import Bench, Hands
+from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
+from hdet.probe import Probe, as_probe, score_replicas
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.steering import Cycle, Steering
+from hdet.steering import Cycle, Knob, Sensitivity, Steering
 from hdet.validation import number_of
-
-STATE_VERSION = 1
 
 
 class HDET(LRScheduler):
@@ -45,8 +47,9 @@ class HDET(LRScheduler):
         base(step) x scale x multiplier_r
 
     with multipliers evenly spread over [1 - spread, 1 + spread]. Every `sync_every` steps the
-    weights are averaged, and the controller moves the scale toward what worked. With one replica
-    it is exactly the base schedule.
+    weights are averaged, and the controller moves the scale toward what worked. Other `knobs` are
+    explored beside it, and a `probe` compares the replicas fairly. With one replica it is exactly
+    the base schedule.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class HDET(LRScheduler):
         model: nn.Module | None = None,
         spread: float = 1 / 9,
         sync_every: int = 1000,
+        knobs: Sequence[Any] | None = None,
+        probe: Probe | Callable[[Any], Any] | None = None,
         controller: Controller | None = PaperController(),  # noqa: B008 (it is frozen)
+        design: Literal["orthogonal", "latin", "permutation"] | None = None,
         gradients: Literal["shared", "local"] = "shared",
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
         replicas: Replicas | None = None,
@@ -76,6 +82,9 @@ class HDET(LRScheduler):
                 total_steps=wrapped.total_steps if total_steps is None else total_steps,
                 on_overrun=on_overrun,
                 seed=seed,
+                knobs=(LearningRate(),) if knobs is None else tuple(flattened(knobs)),
+                probe=as_probe(probe),
+                design=design,
             )
             return wrapped, settings
 
@@ -106,12 +115,12 @@ class HDET(LRScheduler):
             self._base.advance()
         self.last_epoch += 1
         self._diverged |= self._can_diverge()
-        if (
-            self.last_epoch % self._settings.sync_every == 0
-            or self.last_epoch == self._settings.total_steps
-        ):
+        left = self._steps_left()
+        if self._settings.probe is not None and left < self._tail_steps:
+            self._parameters.add_iterate()
+        if left == 0:
             self._end_cycle(ran_with)
-        self._write()
+        self._write(everything=left == 0)
 
     def converge(self) -> None:
         """Average now, weights and optimizer state alike: what is saved after it is one model.
@@ -131,7 +140,8 @@ class HDET(LRScheduler):
             num_bytes += self._reseed(verdict)
         stopwatch.mark()
         self._begin_anew(cut_short=True)
-        self._write_record(converge_line(self.last_epoch, verdict, num_bytes), stopwatch, wait=True)
+        line = converge_line(self.last_epoch, verdict, num_bytes)
+        self._write_record(line, {"converge": stopwatch}, wait=True)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -148,7 +158,11 @@ class HDET(LRScheduler):
         weights = PARTS[:-1]
         call = self._roll_call(*weights)
         verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
-        with self._parameters.visit(verdict.fit, weights, call.agreed):
+        knobs = self._other_knobs()
+        with (
+            self._parameters.visit(verdict.fit, weights, call.agreed),
+            self._hands.at_centre(knobs, self.last_epoch, self._base.momenta),
+        ):
             self._visiting = True
             try:
                 yield
@@ -179,13 +193,30 @@ class HDET(LRScheduler):
 
     def get_base_lr(self) -> list[float]:
         """The learning rates in the centre of the spread: those of the consensus."""
-        centres = zip(self._steering.base_lrs(self._base.lrs), self._steering.knobs, strict=True)
-        return [lr * knob.state.scale for lr, knob in centres]
+        return self._steering.lrs(self._base.lrs)
 
     def get_replica_lrs(self) -> list[list[float]]:
         """The learning rates of every replica, in their order, one for each group."""
         replicas = range(self._replicas.size)
         return [self._steering.lrs(self._base.lrs, replica) for replica in replicas]
+
+    def get_knobs(self) -> dict[str, float]:
+        """The centre of every knob: a factor of the base schedule for learning rates (`lr/...`),
+        the value itself for all others."""
+        return {knob.name: knob.state.scale for knob in self._steering.knobs}
+
+    def sensitivity(self) -> dict[str, Sensitivity]:
+        """How the signal answers to every knob: d loss / d position in the knob's space, with its
+        standard error and interval, from the last cycles. A knob without evidence is not listed."""
+        felt = {knob.name: knob.sensitivity() for knob in self._steering.knobs}
+        return {name: sensed for name, sensed in felt.items() if sensed is not None}
+
+    def probe_share(self) -> float | None:
+        """The share of the last cycle's time that its probe took; none without one, or as long
+        as the device is still busy with it."""
+        spent = {name: watch.seconds() for name, watch in self._probe_watches.items()}
+        probe, training = spent.get("probe"), spent.get("training")
+        return None if probe is None or training is None else probe / (probe + training)
 
     # State ---------------------------------------------------------------------------------
 
@@ -197,24 +228,21 @@ class HDET(LRScheduler):
                 "replica. Call `converge()` on all replicas before saving.",
                 stacklevel=2,
             )
-        return {
-            "hdet": STATE_VERSION,
-            "step": self.last_epoch,
-            **self._length(),
-            "base": self._base.state_dict(),
-            **self._steering.state_dict(),
-        }
+        steering = self._steering.state_dict()
+        return state.saved(self.last_epoch, self._settings, self._base, steering)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state of hdet, or of the plain base schedule."""
-        state = copy.deepcopy(state_dict)
-        if "hdet" not in state:
-            state = self._adopt(state)
-        self._check_state(state)
-        self._base.load_state_dict(state["base"], state["step"])
-        self._steering.load_state_dict(state)
-        self.last_epoch = state["step"]
-        if any(state[key] != value for key, value in self._length().items()):
+        told = copy.deepcopy(state_dict)
+        if "hdet" not in told:
+            fresh = self._new_steering().state_dict()
+            told = state.adopted(told, self._settings, self._base, fresh)
+        names = [knob.name for knob in self._steering.knobs]
+        state.check(told, self._settings, self._base, names)
+        self._base.load_state_dict(told["base"], told["step"])
+        self._steering.load_state_dict(told)
+        self.last_epoch = told["step"]
+        if any(told[key] != value for key, value in state.length_of(self._settings).items()):
             self._steering.closed = False
             self._steering.set_decays(self.last_epoch)
         if self._is_over():
@@ -222,55 +250,8 @@ class HDET(LRScheduler):
         self._begin_anew(cut_short=True)
         self._course.clear()
         self._steering.fan_out()
-        self._write()
+        self._write(everything=True)
         self._write_record({"event": "resume", "step": self.last_epoch})
-
-    def _adopt(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """The state of a plain schedule, as that of an hdet run at its step."""
-        if "last_epoch" not in plain:
-            raise ValueError(
-                "`state_dict` must come from hdet or from a torch LRScheduler, "
-                f"got the keys {sorted(plain)}."
-            )
-        return {
-            "hdet": STATE_VERSION,
-            "step": 0 if self._base.wants_metric else max(plain["last_epoch"], 0),
-            **self._length(),
-            "base": {**self._base.state_dict(), "schedule": plain},
-            **self._new_steering().state_dict(),
-        }
-
-    def _length(self) -> dict[str, Any]:
-        """What the run's decays were computed for; what it is set to now counts."""
-        return {
-            "total_steps": self._settings.total_steps,
-            "sync_every": self._settings.sync_every,
-        }
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if state["hdet"] != STATE_VERSION:
-            raise ValueError(
-                f"`state_dict` must have version {STATE_VERSION}, got {state['hdet']!r}."
-            )
-        missing = sorted({"step", "base", "knobs", "cycle", "started", "closed"} - state.keys())
-        if missing:
-            raise ValueError(f"`state_dict` must be complete, got one without {missing[0]!r}.")
-        if state["base"]["kind"] != type(self._base.schedule).__name__:
-            raise ValueError(
-                f"`state_dict` must be of a {type(self._base.schedule).__name__}, "
-                f"got that of a {state['base']['kind']}."
-            )
-        names = [knob["name"] for knob in state["knobs"]]
-        if names != self._base.names:
-            raise ValueError(
-                f"`state_dict` must hold the parameter groups {self._base.names}, got {names}."
-            )
-        total = self._settings.total_steps
-        if self._settings.on_overrun == "raise" and total is not None and state["step"] > total:
-            raise ValueError(
-                f"`total_steps` must be at least the step of the state ({state['step']}), "
-                f"got {total}."
-            )
 
     # Set-up --------------------------------------------------------------------------------
 
@@ -288,24 +269,22 @@ class HDET(LRScheduler):
             self.optimizer: Optimizer = self._base.optimizer
             self._check_together(model)
             self._parameters = Parameters(self.optimizer, model, self._replicas)
+            self._hands = self._bind_knobs()
             writes = record is not None and 0 in self._replicas.local
             self._recorder = Recorder(record) if writes and record is not None else None
             mine = describe(self._settings, self._schedule(), self._parameters)
+            self._take_first_values()
         except Exception as problem:
             refuse(self._replicas, problem)
         self._diverged = agree(self._replicas, mine)
         if model is not None:
             self._replicas.share_gradients(model, self._settings.gradients == "shared")
-        self._optimizers = self._replicas.optimizers(self.optimizer)
+        self._modules = self._replicas.modules(model)
         self._course = Course()
         self._signal = LossSignal(len(self._replicas.local))
+        self._cycle_watch = Stopwatch(self._device())
+        self._probe_watches: dict[str, Stopwatch] = {}
         self._visiting = self._cut_short = False
-        self._warned: set[str] = set()
-        self._steering = self._new_steering()
-        self.last_epoch = self._base.step
-        self._steering.start_if_due(self.last_epoch, self._base.lrs)
-        self._steering.fan_out()
-        self._write()
         self._guard_loading()
         if self._recorder is not None:
             self._recorder.start(
@@ -313,6 +292,29 @@ class HDET(LRScheduler):
                 {"kind": type(self._replicas).__name__, "size": self._replicas.size},
                 str(self._device()),
             )
+
+    def _bind_knobs(self) -> Hands:
+        bench = Bench(
+            self._replicas.optimizers(self.optimizer),
+            self._base.names,
+            self._device(),
+            self._base.momenta,
+        )
+        hands = Hands(bind(self._settings.knobs, bench), self._replicas.local)
+        steers = {"lr", *hands.settings()}
+        self._optimizers = self._replicas.optimizers(self.optimizer, steers)
+        return hands
+
+    def _take_first_values(self) -> None:
+        self._warned: set[str] = set()
+        self._steering = self._new_steering()
+        probe = self._settings.probe
+        self._tail_steps = 0 if probe is None else probe.tail_steps(self._settings.sync_every)
+        self.last_epoch = self._base.step
+        self._steering.start_if_due(self.last_epoch, self._base.lrs)
+        self._steering.fan_out()
+        self._write(everything=True)
+        check_knobs(self._settings, self._steering, self._base.names, self._replicas.size)
 
     def _taken_over(self) -> Cycle | None:
         """The schedule whose decay the controller takes over; in scale form none."""
@@ -326,15 +328,18 @@ class HDET(LRScheduler):
             scheduler = weakly()
             if scheduler is not None:
                 scheduler._base.restore_entries()
-                scheduler._write()
+                scheduler._write(everything=True)
 
         self.optimizer.register_load_state_dict_post_hook(write_again)
 
     def _new_steering(self) -> Steering:
+        settings = self._settings
+        rates = explored_rates(settings.knobs, self._base.names, settings.spread)
+        assert settings.design is not None
         return Steering(
-            self._base.names,
+            [*rates, *self._hands.explored()],
             num_replicas=self._replicas.size,
-            spread=self._settings.spread,
+            design=settings.design,
             sync_every=self._settings.sync_every,
             seed=self._settings.seed,
             controller=self._settings.controller,
@@ -345,6 +350,8 @@ class HDET(LRScheduler):
     def _check_together(self, model: nn.Module | None) -> None:
         if self._settings.gradients == "local" and model is None:
             raise ValueError("`gradients='local'` needs `model=`, got None.")
+        if self._settings.probe is not None and None in self._replicas.modules(model):
+            raise ValueError("`probe` needs `model=`, got None.")
         if self._settings.optimizer_state == "reset" and isinstance(self.optimizer, Adagrad):
             raise ValueError(
                 "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
@@ -368,24 +375,28 @@ class HDET(LRScheduler):
             # The user's optimizer may stand for several: what it is made of counts.
             "optimizer": type(self._replicas.optimizers(self.optimizer)[0]).__name__,
             "learning_rates": dict(zip(self._base.names, self._base.lrs, strict=True)),
-            "groups": self._parameters.describe_groups(),
+            "groups": self._parameters.describe_groups(self._hands.settings()),
             "base": self._base.state_dict(),
         }
 
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
-        stopwatch = Stopwatch(self._device())
         # Under a spread the parameters that train differ: no need to look.
         moving = () if self._steering.is_spread() else ("moving",)
-        state = ("state",) if self._settings.optimizer_state == "average" else ()
-        compare = (*moving, "still", "buffers", *state) if self._replicas.size > 1 else ()
-        call = self._roll_call(*compare, measures=self._replicas.size > 1)
+        moments = ("state",) if self._settings.optimizer_state == "average" else ()
+        compare = (*moving, "still", "buffers", *moments) if self._replicas.size > 1 else ()
+        probed = self._probe()
+        stopwatch = Stopwatch(self._device())
+        call = self._roll_call(*compare, measures=self._replicas.size > 1, probed=probed)
         self._check_losses(call)
+        self._check_scores(call)
+        if self._steering.cycle == 0:
+            self._hands.check_read(self.last_epoch)
         verdict, num_bytes = self._converge(call)
         stopwatch.mark()
-        factors = [knob.factors() for knob in self._steering.knobs]
-        steered = self._steering.steer(call.losses, verdict.fit, call.errors)
+        used = [(knob.state.scale, knob.factors()) for knob in self._steering.knobs]
+        steered = self._steering.steer(call.losses, verdict.fit, call.errors, call.scores)
         losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
         if self._base.wants_metric and losses:
             self._base.advance(fmean(losses))
@@ -397,12 +408,15 @@ class HDET(LRScheduler):
                 call.losses,
                 call.errors,
                 call.distances,
+                call.scores,
                 steered,
                 ran_with,
-                factors,
+                self._steering.knobs,
+                used,
                 {} if self._recorder is None else self._course.points(),
             ),
         }
+        watches = self._probe_watches if probed is not None else {}
         self._course.clear()
         self._steering.cycle += 1
         self._steering.start_if_due(self.last_epoch, self._base.lrs)
@@ -410,9 +424,31 @@ class HDET(LRScheduler):
             self._steering.end(close=self._settings.on_overrun == "hold")
         self._begin_anew(cut_short=False)
         self._steering.fan_out()
-        self._write_record(line, stopwatch, wait=self._is_over())
+        self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
 
-    def _roll_call(self, *compare: str, measures: bool = False) -> RollCall:
+    def _probe(self) -> Tensor | None:
+        """What every local replica scores, if they are compared by a probe."""
+        probe = self._settings.probe
+        if probe is None or self._replicas.size == 1 or not self._steering.is_spread():
+            return None
+        modules = [module for module in self._modules if module is not None]
+        self._cycle_watch.mark()
+        watch = Stopwatch(self._device())
+        with self._parameters.at_tail(), self._hands.at_rest():
+            rows = score_replicas(
+                probe,
+                modules,
+                sync_every=self._settings.sync_every,
+                cycle=self._steering.cycle,
+                seed=self._settings.seed,
+            )
+        watch.mark()
+        self._probe_watches = {"training": self._cycle_watch, "probe": watch}
+        return rows
+
+    def _roll_call(
+        self, *compare: str, measures: bool = False, probed: Tensor | None = None
+    ) -> RollCall:
         return roll_call(
             self._replicas,
             self._parameters,
@@ -420,10 +456,12 @@ class HDET(LRScheduler):
             step=self.last_epoch,
             compare=compare,
             measures=measures,
+            probed=probed,
         )
 
     def _check_losses(self, call: RollCall) -> None:
-        needed = self._base.wants_metric or self._steering.needs_losses
+        compares = self._steering.needs_losses and self._settings.probe is None
+        needed = self._base.wants_metric or compares
         if needed and not self._cut_short:
             call.require_losses(self.last_epoch)
         if len(set(call.num_observed)) > 1:
@@ -432,6 +470,19 @@ class HDET(LRScheduler):
                 f"replicas observed {call.num_observed} losses in the cycle that ends at step "
                 f"{self.last_epoch}. Call `step()` once for every attempted optimizer step, also "
                 "for one that GradScaler skipped: otherwise the replicas drift apart in time.",
+            )
+
+    def _check_scores(self, call: RollCall) -> None:
+        lost = [
+            replica
+            for replica, scores in enumerate(call.scores or [])
+            if not all(map(math.isfinite, scores))
+        ]
+        if lost:
+            self._warn_once(
+                "scores",
+                f"the probe of replica(s) {lost} is not finite at step {self.last_epoch}: they are "
+                "left out of the comparison.",
             )
 
     def _converge(self, call: RollCall) -> tuple[Triage, int]:
@@ -454,6 +505,8 @@ class HDET(LRScheduler):
     def _begin_anew(self, *, cut_short: bool) -> None:
         """No evidence yet, and one model on all replicas."""
         self._signal.clear()
+        self._parameters.forget_iterates()
+        self._cycle_watch = Stopwatch(self._device())
         self._diverged, self._cut_short = False, cut_short
 
     def _can_diverge(self) -> bool:
@@ -462,6 +515,14 @@ class HDET(LRScheduler):
         return apart and self._replicas.size > 1
 
     # The end of the run --------------------------------------------------------------------
+
+    def _steps_left(self) -> int:
+        """Until the end of the cycle; the last one may be short."""
+        left = -self.last_epoch % self._settings.sync_every
+        total = self._settings.total_steps
+        return (
+            left if total is None or total < self.last_epoch else min(left, total - self.last_epoch)
+        )
 
     def _is_over(self) -> bool:
         total = self._settings.total_steps
@@ -482,21 +543,34 @@ class HDET(LRScheduler):
 
     # Hands ---------------------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _other_knobs(self) -> list[Knob]:
+        """Those beside the learning rates."""
+        return [knob for knob in self._steering.knobs if not knob.about.members]
+
+    def _write(self, *, everything: bool = False) -> None:
+        """Learning rates at every step; other knobs where they are scheduled, or all of them."""
         self._lrs = [
             self._steering.lrs(self._base.lrs, replica) for replica in self._replicas.local
         ]
-        knobs.write_learning_rates(self.optimizer, self.get_last_lr())
-        knobs.write_momenta(self.optimizer, self._base.momenta)
+        groups.write_learning_rates(self.optimizer, self.get_last_lr())
+        groups.write_momenta(self.optimizer, self._base.momenta)
         for optimizer, lrs in zip(self._optimizers, self._lrs, strict=True):
             if optimizer is not self.optimizer:
-                knobs.write_learning_rates(optimizer, lrs)
+                groups.write_learning_rates(optimizer, lrs)
+                groups.write_momenta(optimizer, self._base.momenta)
+        self._hands.turn(
+            self._other_knobs(), self.last_epoch, self._base.momenta, everything=everything
+        )
 
     def _write_record(
-        self, line: dict[str, Any], converge: Stopwatch | None = None, *, wait: bool = False
+        self,
+        line: dict[str, Any],
+        watches: Mapping[str, Stopwatch] | None = None,
+        *,
+        wait: bool = False,
     ) -> None:
         if self._recorder is not None:
-            self._recorder.write(line, converge, wait=wait)
+            self._recorder.write(line, watches, wait=wait)
 
     def _device(self) -> torch.device:
         groups = self.optimizer.param_groups

@@ -149,7 +149,8 @@ class SharedStep:
         moves = [self._unit.param_groups[index]["params"][place].detach() for place in moving]
         if not moves:
             return
-        decay = float(self._each[0].param_groups[index].get("weight_decay", 0.0))
+        decays = {float(one.param_groups[index].get("weight_decay", 0.0)) for one in self._each}
+        decay = decays.pop() if len(decays) == 1 else None
         if decay:
             torch._foreach_div_(moves, decay)
         for optimizer in self._each:
@@ -157,8 +158,10 @@ class SharedStep:
             weights = [group["params"][place].detach() for place in moving]
             if decay:  # in one pass: w + (lr x decay) (move / decay - w)
                 torch._foreach_lerp_(weights, moves, group["lr"] * decay)
-            else:
-                torch._foreach_add_(weights, moves, alpha=group["lr"])
+                continue
+            if decay is None:  # every replica has its own
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, moves, alpha=group["lr"])
 
 
 def unshare_state(each: Sequence[Optimizer]) -> None:

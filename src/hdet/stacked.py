@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from hdet.body import check_initialised
+from hdet.dials import sharing_dials
 from hdet.forward import Forward, LossFunction
 from hdet.stacked_optimizer import StackedOptimizer, like
 from hdet.stacks import copy_rows_, maximum_of_rows, mean_of_rows, stack
@@ -42,7 +43,8 @@ class StackedReplicas:
         _check_model(model)
         self.size = num
         self.local = range(num)
-        self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
+        with sharing_dials():
+            self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
         weights = stack([dict(module.named_parameters()) for module in self._modules])
         buffers = stack([dict(module.named_buffers()) for module in self._modules])
         self._forward = Forward(self._modules, weights, buffers, mode)
@@ -134,13 +136,16 @@ class StackedReplicas:
             raise ValueError("`model` must be the one that was stacked, got another.")
         return self._modules
 
-    def optimizers(self, optimizer: Optimizer) -> list[Optimizer]:
+    def optimizers(
+        self, optimizer: Optimizer, steers: Collection[str] | None = None
+    ) -> list[Optimizer]:
         if optimizer is not self._optimizer or self._optimizer is None:
             raise ValueError(
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned: it steps all "
                 f"the replicas, got a {type(optimizer).__name__} of its own."
             )
-        self._optimizer.is_steered = True  # whoever asks for them writes their learning rates
+        known = self._optimizer.steered if steers is None else set(steers)
+        self._optimizer.steered = {"lr", *known}
         return self._optimizer.each
 
     def gather(self, rows: Tensor) -> Tensor:

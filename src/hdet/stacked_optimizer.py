@@ -25,8 +25,8 @@ class StackedOptimizer(Optimizer):
         self, each: Sequence[Optimizer], modules: Sequence[nn.Module], forward: Forward
     ) -> None:
         self.each = list(each)
-        self.is_steered = False
-        """Whether hdet writes the learning rates of every replica."""
+        self.steered: set[str] = set()
+        """The entries of groups that hdet writes for every replica, such as learning rates."""
         self._forward = forward
         _check_groups(self.each, modules)
         groups = [
@@ -75,13 +75,14 @@ class StackedOptimizer(Optimizer):
 
     def select_(self, replica: int) -> None:
         """All replicas take the state of one; their learning rates stay."""
+        keys = self.steered | {"lr"}
         state = self.each[replica].state_dict()
         for optimizer in self.each:
             if optimizer is not self.each[replica]:
-                rates = [group["lr"] for group in optimizer.param_groups]
+                own = [{key: group[key] for key in keys} for group in optimizer.param_groups]
                 optimizer.load_state_dict(copy.deepcopy(state))
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
+                for group, kept in zip(optimizer.param_groups, own, strict=True):
+                    group.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """That of one replica, as an ordinary optimizer would save it."""
@@ -98,14 +99,18 @@ class StackedOptimizer(Optimizer):
 
     def _follow_settings(self) -> None:
         """A loop or a schedule that sets momentum or weight decay sets them for all replicas."""
-        kept = ("params", "lr") if self.is_steered else ("params",)
+        kept = {"params", *self.steered}
         for optimizer in self.each:
             for mine, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
                 theirs.update({k: v for k, v in mine.items() if k not in kept})
 
     def _can_step_together(self) -> bool:
         """Tried once, and again if a setting is switched on or off, such as a weight decay."""
-        settings = [
+        if not self.steered <= {"lr", "weight_decay"}:
+            return False  # replicas differ in more than how far they go
+        hooks = [one._optimizer_step_pre_hooks.keys() for one in self.each]
+        settings: list[Any] = [{"hooks": [list(keys) for keys in hooks]}]
+        settings += [
             {key: _switched(value) for key, value in group.items() if key not in ("params", "lr")}
             for group in self.param_groups
         ]
@@ -118,13 +123,16 @@ class StackedOptimizer(Optimizer):
         self._check_sharing()
         unshare_state(self.each)
         first = parameters_of(self.each[0])
+        shared = [own.grad for own in first]
         for optimizer in self.each:
-            others = parameters_of(optimizer) if optimizer is not self.each[0] else []
-            for own, shared in zip(others, first, strict=bool(others)):
-                own.grad = shared.grad
+            mine = parameters_of(optimizer)
+            for own, gradient in zip(mine, shared, strict=True):
+                own.grad = gradient  # also where a hook has clipped the one that was there
             optimizer.step()
-            for own in others:
+            for own in mine:
                 own.grad = None
+        for own, gradient in zip(first, shared, strict=True):
+            own.grad = gradient
 
     def _check_sharing(self) -> None:
         if any(own.grad is not None for other in self.each[1:] for own in parameters_of(other)):

@@ -3,12 +3,21 @@
 Plain Python, no torch: every process computes the same answer, bit for bit.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from hdet.controller import Controller, Evidence, Move, ScaleState, coast, decay_rate
+from hdet.design import levels
+from hdet.fit import Felt, Noise, Slope
+from hdet.fit import fit as joint_fit
+from hdet.space import Space
 from hdet.spread import spread_out
+
+LEAST_FREEDOM = 2.0
+"""Below it an error may be tiny by chance, and its cycle would outweigh all others."""
 
 
 class Cycle(NamedTuple):
@@ -22,27 +31,85 @@ class Steered(NamedTuple):
     """What the controller made of one cycle."""
 
     weights: list[float] | None
-    """The weight of every replica; none if the controller was not asked."""
+    """The weight of every replica; none if the controller was not asked, or does not weigh."""
     moves: list[Move]
     """One for each knob."""
+    slopes: list[Slope | None]
+    """What the joint fit says about each knob in this cycle."""
+
+
+class Explored(NamedTuple):
+    """A knob as the decisions see it."""
+
+    name: str
+    space: Space
+    spread: float
+    start: float = 1.0
+    members: tuple[int, ...] = ()
+    """The parameter groups whose learning rate it is; none for any other knob."""
+
+
+class Sensitivity(NamedTuple):
+    """How the score answers to a knob: d score / d position, over the last cycles."""
+
+    slope: float
+    error: float
+    cycles: float
+    """So many cycles' worth of evidence, in which old ones fade."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the slope lies in 95 of 100 cases."""
+        return self.slope - 1.96 * self.error, self.slope + 1.96 * self.error
 
 
 @dataclass
 class Knob:
-    """One explored learning rate: that of a parameter group."""
+    """One explored number: its state, and where every replica stands."""
 
-    name: str
-    state: ScaleState = field(default_factory=ScaleState)
-    held: float | None = None
-    """The learning rate at the hand-over, if the controller took over from the base schedule."""
+    about: Explored
+    state: ScaleState
     fan: tuple[float, ...] = ()
-    """The multiplier of every replica."""
+    """The multiplier of every replica (paper, eq. 1), for a learning rate that is permuted."""
+    levels: tuple[float, ...] = ()
+    """Else the level of every replica, in units of the spread."""
+    slope: float | None = None
+    """That of the last cycle."""
+    felt: Felt = Felt()  # noqa: RUF009 (it is a tuple)
+    """What the cycles so far have shown."""
+
+    @property
+    def name(self) -> str:
+        return self.about.name
+
+    @property
+    def width(self) -> float:
+        return self.about.space.width(self.about.spread)
 
     def factor(self, replica: int) -> float:
-        return self.state.scale * self.fan[replica]
+        """Where a replica stands: in units of the base schedule, or as a value."""
+        if self.fan:
+            return self.about.space.clamped(self.state.scale * self.fan[replica])
+        by = self.width * self.state.narrow * self.levels[replica]
+        return self.about.space.shifted(self.state.scale, by)
 
     def factors(self) -> list[float]:
-        return [self.factor(replica) for replica in range(len(self.fan))]
+        return [self.factor(replica) for replica in range(len(self.fan or self.levels))]
+
+    def is_spread(self) -> bool:
+        if self.fan:
+            return any(multiplier != 1.0 for multiplier in self.fan)
+        return self.width != 0 and any(level != 0 for level in self.levels)
+
+    def feel(self, slope: Slope | None) -> None:
+        """Keep in mind what a cycle has shown."""
+        if slope is None or slope.error is None or slope.freedom < LEAST_FREEDOM:
+            return
+        self.felt = self.felt.and_then(slope.slope, slope.error)
+
+    def sensitivity(self) -> Sensitivity | None:
+        felt = self.felt
+        return Sensitivity(felt.slope, felt.error, felt.num) if felt.num else None
 
 
 class Steering:
@@ -50,24 +117,27 @@ class Steering:
 
     def __init__(
         self,
-        names: Sequence[str],
+        explored: Sequence[Explored],
         *,
         num_replicas: int,
-        spread: float,
+        design: str,
         sync_every: int,
         seed: int,
         controller: Controller | None,
         total_steps: int | None,
         takes_over: Cycle | None = None,
     ) -> None:
-        self.knobs = [Knob(name) for name in names]
+        self.knobs = [Knob(about, _first_state(about)) for about in explored]
         self.cycle = 0
         self.started = False
         """Whether the controller has taken over."""
         self.closed = False
         """Whether exploration has ended: everyone uses the centre of the spread."""
+        self.held: list[float] | None = None
+        """The learning rates at the hand-over, if the controller took over from the base."""
+        self._noise = Noise()
         self._num_replicas = num_replicas
-        self._spread = spread
+        self._design = design
         self._sync_every = sync_every
         self._seed = seed
         self._controller = controller if num_replicas > 1 else None
@@ -79,56 +149,149 @@ class Steering:
     def needs_losses(self) -> bool:
         return self._controller is not None and not self.closed
 
+    @property
+    def num_spread(self) -> int:
+        """Knobs that are explored; N replicas tell N - 1 of them apart in one cycle."""
+        return sum(knob.about.spread != 0 for knob in self.knobs)
+
     def is_spread(self) -> bool:
-        return any(multiplier != 1.0 for knob in self.knobs for multiplier in knob.fan)
+        return any(knob.is_spread() for knob in self.knobs)
 
     def fan_out(self) -> None:
-        """Give every replica its multiplier for every knob (paper, eqs. 1 and 9)."""
+        """Give every replica its place in the spread of every knob (paper, eqs. 1 and 9)."""
+        if self._design == "permutation":
+            for knob in self.knobs:
+                self._permute(knob)
+            return
+        rests = self.closed or self._is_cooling()
+        spread = [knob for knob in self.knobs if knob.about.spread and not rests]
+        columns = levels(
+            self._design,
+            self._num_replicas,
+            [knob.name for knob in spread],
+            seed=self._seed,
+            cycle=self.cycle,
+        )
         for knob in self.knobs:
-            knob.fan = spread_out(
-                self._num_replicas,
-                0.0 if self.closed else self._spread,
-                seed=self._seed,
-                # Before the hand-over in the order of the replicas, as in the paper.
-                cycle=self.cycle if self.started else None,
-                knob=f"lr/{knob.name}",
-            )
+            knob.levels = (0.0,) * self._num_replicas
+        for knob, column in zip(spread, columns, strict=True):
+            knob.levels = column
 
-    def lrs(self, base: Sequence[float], replica: int) -> list[float]:
-        """base x scale x multiplier, for every knob."""
-        pairs = zip(self.base_lrs(base), self.knobs, strict=True)
-        return [lr * knob.factor(replica) for lr, knob in pairs]
+    def _is_cooling(self) -> bool:
+        """Whether the run is in the last share in which nothing is explored."""
+        share = getattr(self._controller, "cooldown", 0.0)
+        if not share or self._total_steps is None:
+            return False
+        return self.cycle >= _cycles_until(self._total_steps, self._sync_every) * (1 - share)
+
+    def _permute(self, knob: Knob) -> None:
+        rests = self.closed or self._is_cooling()
+        fan = spread_out(
+            self._num_replicas,
+            0.0 if rests else knob.about.spread if knob.about.members else 1.0,
+            seed=self._seed,
+            # Before the hand-over in the order of the replicas, as in the paper.
+            cycle=self.cycle if self.started else None,
+            knob=knob.name,
+        )
+        if knob.about.members:
+            knob.fan = fan
+        else:
+            knob.levels = tuple(multiplier - 1 for multiplier in fan)
+
+    def factors_of_groups(self, replica: int | None, num_groups: int) -> list[float]:
+        """What the learning rate of each group is multiplied by: of a replica, or in the centre."""
+        factors = [1.0] * num_groups
+        for knob in self.knobs:
+            factor = knob.state.scale if replica is None else knob.factor(replica)
+            for group in knob.about.members:
+                factors[group] = factor
+        return factors
+
+    def lrs(self, base: Sequence[float], replica: int | None = None) -> list[float]:
+        """base x scale x multiplier, for every group; without a replica those of the centre."""
+        pairs = zip(self.base_lrs(base), self.factors_of_groups(replica, len(base)), strict=True)
+        return [lr * factor for lr, factor in pairs]
 
     def base_lrs(self, base: Sequence[float]) -> list[float]:
-        """The base schedule's learning rates, or those held at the hand-over."""
-        pairs = zip(base, self.knobs, strict=True)
-        return [lr if knob.held is None else knob.held for lr, knob in pairs]
+        """The base schedule's learning rates, or those held at the hand-over.
+
+        Only what is explored is handed over: the rest goes on with its schedule.
+        """
+        if self.held is None:
+            return list(base)
+        handed = {group for knob in self.knobs for group in knob.about.members}
+        pairs = enumerate(zip(base, self.held, strict=True))
+        return [held if group in handed else lr for group, (lr, held) in pairs]
 
     def steer(
         self,
         losses: Sequence[float | None],
         fit: Sequence[int],
         errors: Sequence[float | None] = (),
+        scores: Sequence[Sequence[float]] | None = None,
     ) -> Steered:
-        """Ask the controller about every knob, with the losses of the replicas that are fit."""
-        known = [loss for r in fit if (loss := losses[r]) is not None]
-        pause = self._pause(complete=len(known) == len(fit))
+        """Ask the controller about every knob, with what the replicas that are fit have shown.
+
+        They are compared by `scores`, one for each batch of a probe, or else by their losses.
+        """
+        shown = _shown(losses, scores, fit)
+        slopes = self._fit(shown)
+        pause = self._pause(complete=len(shown) == len(fit) or scores is not None)
+        if pause is None and len(shown) < 2:
+            pause = "fewer than two replicas with a finite score"
         moves = []
-        for knob in self.knobs:
-            if self._controller is None or pause is not None:
-                move = coast(knob.state, pause or "")
-            else:
-                factors = knob.factors()
-                evidence = Evidence(
-                    known, [factors[r] for r in fit], [errors[r] for r in fit] if errors else ()
-                )
-                move = self._controller.update(knob.state, evidence)
-            knob.state = move.state
+        for knob, slope in zip(self.knobs, slopes, strict=True):
+            move = self._move(knob, slope, shown, errors, pause)
             moves.append(move)
+            knob.state = move.state
+            knob.feel(slope)
+        weights = None
+        if self._controller is not None and pause is None:
+            weights = self._controller.weigh([fmean(row) for row in shown.values()])
+        if weights is None:
+            return Steered(None, moves, slopes)
+        named = dict(zip(shown, weights, strict=True))
+        return Steered([named.get(r, 0.0) for r in range(self._num_replicas)], moves, slopes)
+
+    def _fit(self, shown: Mapping[int, Sequence[float]]) -> list[Slope | None]:
+        if len(shown) < 2 or self.closed or not self.is_spread():
+            return [None] * len(self.knobs)
+        positions = []
+        for knob in self.knobs:
+            factors = knob.factors()
+            positions.append([knob.about.space.position(factors[r]) for r in shown])
+        before = [knob.slope for knob in self.knobs]
+        found = joint_fit(positions, list(shown.values()), self._noise, before)
+        self._noise = found.noise
+        for knob, slope in zip(self.knobs, found.slopes, strict=True):
+            knob.slope = None if slope is None else slope.slope
+        return found.slopes
+
+    def _move(
+        self,
+        knob: Knob,
+        slope: Slope | None,
+        shown: Mapping[int, Sequence[float]],
+        errors: Sequence[float | None],
+        pause: str | None,
+    ) -> Move:
         if self._controller is None or pause is not None:
-            return Steered(None, moves)
-        weights = dict(zip(fit, self._controller.weigh(known), strict=True))
-        return Steered([weights.get(r, 0.0) for r in range(self._num_replicas)], moves)
+            return coast(knob.state, pause or "")
+        if not knob.about.spread:
+            return coast(knob.state, "not spread")
+        factors = knob.factors()
+        return self._controller.update(
+            knob.state,
+            Evidence(
+                [fmean(row) for row in shown.values()],
+                [factors[r] for r in shown],
+                [errors[r] for r in shown] if errors else (),
+                knob.about.space,
+                knob.width,
+                slope,
+            ),
+        )
 
     def start_if_due(self, step: int, base: Sequence[float]) -> None:
         """Hand over to the controller at the first sync at which its warm-up is over."""
@@ -136,8 +299,7 @@ class Steering:
             return
         self.started = True
         if self._takes_over is not None:
-            for knob, lr in zip(self.knobs, base, strict=True):
-                knob.held = lr
+            self.held = list(base)
             self.set_decays(step)
 
     def set_decays(self, step: int) -> None:
@@ -146,11 +308,13 @@ class Steering:
             return
         num_cycles = _cycles_until(self._total_steps, self._sync_every)
         num_cycles -= step // self._sync_every
-        for knob, floor in zip(self.knobs, self._takes_over.floors, strict=True):
-            if knob.held is not None:
+        for knob in self.knobs:
+            if self.held is not None and knob.about.members:
+                group = knob.about.members[0]
+                held, floor = self.held[group], self._takes_over.floors[group]
                 knob.state = knob.state._replace(
-                    decay=decay_rate(knob.held * knob.state.scale, floor, num_cycles),
-                    floor=floor / knob.held,
+                    decay=decay_rate(held * knob.state.scale, floor, num_cycles),
+                    floor=floor / held,
                 )
 
     def end(self, *, close: bool) -> None:
@@ -165,23 +329,36 @@ class Steering:
             "started": self.started,
             "closed": self.closed,
             "peaks": None if self._takes_over is None else list(self._takes_over.peaks),
+            "held": self.held,
+            "noise": list(self._noise),
             "knobs": [
-                {"name": knob.name, **knob.state._asdict(), "held": knob.held}
+                {
+                    "name": knob.name,
+                    "start": knob.about.start,
+                    **knob.state._asdict(),
+                    "slope": knob.slope,
+                    "felt": list(knob.felt),
+                }
                 for knob in self.knobs
             ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cycle, self.started = state["cycle"], state["started"]
-        self.closed = state["closed"]
+        self.closed, self.held = state["closed"], state["held"]
+        self._noise = Noise(*state["noise"])
         for knob, saved in zip(self.knobs, state["knobs"], strict=True):
-            knob.state = ScaleState(**{name: saved[name] for name in ScaleState._fields})
-            knob.held = saved["held"]
+            told = ScaleState(**{name: saved[name] for name in ScaleState._fields})
+            # Bounds are what the run is set to now.
+            knob.state = told._replace(scale=knob.about.space.clamped(told.scale))
+            knob.slope = saved["slope"]
+            knob.felt = Felt(*saved["felt"])
         if self._takes_over is not None and state["peaks"] not in (None, self._takes_over.peaks):
             # The run is set to another learning rate now: what is held moves along with it.
-            peaks = zip(self.knobs, state["peaks"], self._takes_over.peaks, strict=True)
-            for knob, old, new in peaks:
-                knob.held = knob.held if knob.held is None else knob.held * new / old
+            pairs = zip(state["peaks"], self._takes_over.peaks, strict=True)
+            moved = [new / old for old, new in pairs]
+            if self.held is not None:
+                self.held = [lr * by for lr, by in zip(self.held, moved, strict=True)]
 
     def _pause(self, *, complete: bool) -> str | None:
         """Why the controller is not asked in this cycle, if it is not."""
@@ -193,7 +370,26 @@ class Steering:
             return f"warm-up until step {self._controller.warmup_steps}"
         if self.closed:
             return "the schedule has ended"
+        if self._is_cooling():
+            return "cool-down: all replicas use what was found"
         return None if complete else "no loss since the converge on demand"
+
+
+def _first_state(about: Explored) -> ScaleState:
+    if about.members:
+        return ScaleState(scale=about.start)
+    return ScaleState(scale=about.start, floor=about.space.low)
+
+
+def _shown(
+    losses: Sequence[float | None],
+    scores: Sequence[Sequence[float]] | None,
+    fit: Sequence[int],
+) -> dict[int, Sequence[float]]:
+    """What each replica that is fit is compared by; without those that have no finite number."""
+    if scores is None:
+        return {r: [loss] for r in fit if (loss := losses[r]) is not None}
+    return {r: scores[r] for r in fit if scores[r] and all(map(math.isfinite, scores[r]))}
 
 
 def _cycles_until(step: int, sync_every: int) -> int:

@@ -1,0 +1,371 @@
+"""Does a run find hyperparameters that it did not start with, and a model as good as a grid's best?
+
+    python -m benchmarks.knobs [--quick] [--only dropout,momentum] [--workers 2] [--out FILE]
+
+Every problem has a best value that is known (benchmarks/problems.py). Runs start ten times too low
+and ten times too high, with N = 8 replicas on one device, by the noise-aware Tracker and by the
+paper's rule on the same probe. A run is judged by the value it ends with and by the validation loss
+of its consensus, beside those of the best fixed value: known in closed form, or the best of a grid
+whose runs have the same replicas, data and length. A last problem has six knobs at once, one of
+which does nothing. "Recompiles" counts how often torch compiled anything after the first cycle in a
+run of 50 cycles with every kind of knob on, its model and its optimizer compiled.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
+
+import hdet
+from benchmarks.problems import PROBLEMS, SIX, SPACES, Problem, off, ratio
+
+RESULTS = Path(__file__).parent / "results"
+N = 8
+SEEDS = 5
+FACTOR, SHARE = 1.5, 0.01
+CONTROLLERS = {"tracker": hdet.Tracker(), "paper": hdet.PaperController()}
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    values: dict[str, float]
+    loss: float
+    moves: dict[str, list[float]]
+    """What every knob did in each cycle, in its space."""
+
+
+def train(
+    problem: Problem, seed: int, starts: Mapping[str, float], controller: Any | None
+) -> Ended:
+    """One run; without a controller at fixed values."""
+    torch.manual_seed(seed)
+    task = problem.make(seed, starts)
+    ensemble = hdet.StackedReplicas(task.model, N)
+    optimizer = ensemble.optimizer(task.optimizer)
+    num_steps = problem.cycles * task.sync_every
+    knobs = task.knobs
+    if controller is None:
+        knobs = [dataclasses.replace(knob, spread=0.0) for knob in knobs]
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=task.model,
+        replicas=ensemble,
+        knobs=knobs,
+        probe=task.score,
+        controller=controller,
+        gradients="local",
+        sync_every=task.sync_every,
+        total_steps=num_steps,
+        seed=seed,
+    )
+    losses: list[float] = []
+    path: list[dict[str, float]] = [scheduler.get_knobs()]
+    for step in range(num_steps):
+        each = ensemble.losses(task.loss, *task.batch(step, N))
+        optimizer.zero_grad()
+        each.sum().backward()
+        optimizer.step()
+        scheduler.step(each.detach())
+        if (step + 1) % task.sync_every == 0:
+            path.append(scheduler.get_knobs())
+            if len(path) > problem.cycles + 1 - task.judged_cycles:
+                with torch.no_grad():
+                    losses.append(task.judge(ensemble.consensus().eval()))
+    found = {
+        name: path[-1][name] * start if name.startswith("lr/") else path[-1][name]
+        for name, start in starts.items()
+        if name in path[-1]
+    }
+    moves = {name: [math.log(b[name] / a[name]) for a, b in pairwise(path)] for name in path[0]}
+    return Ended(found, sum(losses) / len(losses), moves)
+
+
+class Job(NamedTuple):
+    """One run that is to be made, in a process of its own."""
+
+    problem: str
+    seed: int
+    starts: tuple[tuple[str, float], ...]
+    controller: str | None
+
+
+def work(job: Job) -> Ended:
+    torch.set_num_threads(1)
+    problem = next(one for one in [*PROBLEMS, SIX] if one.name == job.problem)
+    controller = CONTROLLERS[job.controller] if job.controller else None
+    return train(problem, job.seed, dict(job.starts), controller)
+
+
+def frozen(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(values.items())
+
+
+class Bench:
+    """Makes runs in a few processes, and says how far it is."""
+
+    def __init__(self, workers: int) -> None:
+        self._pool = ProcessPoolExecutor(workers)
+        self._start = time.perf_counter()
+
+    def __call__(self, what: str, jobs: Sequence[Job]) -> list[Ended]:
+        ended = []
+        for number, one in enumerate(self._pool.map(work, jobs), start=1):
+            ended.append(one)
+            print(
+                f"\r{time.perf_counter() - self._start:5.0f} s  {what}: {number} of {len(jobs)}  ",
+                end="",
+                flush=True,
+            )
+        print()
+        return ended
+
+
+def rows_of(problem: Problem, seeds: Sequence[int], bench: Bench) -> Iterator[dict[str, Any]]:
+    """For every seed, side and rule: how far from the best the run ended."""
+    bests = {seed: known(problem, seed) for seed in seeds}
+    fixed = [Job(problem.name, s, frozen(v), None) for s in seeds for v in bests[s]]
+    losses = [ended.loss for ended in bench(f"{problem.name}, fixed values", fixed)]
+    jobs, about = [], []
+    for seed in seeds:
+        each = [losses.pop(0) for _ in bests[seed]]
+        loss, place = min((loss, place) for place, loss in enumerate(each))
+        best = bests[seed][place]
+        for factor in problem.factors:
+            start = {n: off(problem.space, v, factor) for n, v in best.items()}
+            for rule in CONTROLLERS:
+                jobs.append(Job(problem.name, seed, frozen(start), rule))
+                about.append((seed, factor, rule, best, loss))
+    for (seed, factor, rule, best, loss), ended in zip(
+        about, bench(f"{problem.name}, from both sides", jobs), strict=True
+    ):
+        ratios = {n: ratio(problem.space, ended.values[n], v) for n, v in best.items()}
+        yield {
+            "problem": problem.name,
+            "seed": seed,
+            "start": factor,
+            "rule": rule,
+            "best": best,
+            "best_loss": loss,
+            "values": ended.values,
+            "ratios": ratios,
+            "loss": ended.loss,
+            "within_factor": all(1 / FACTOR <= r <= FACTOR for r in ratios.values()),
+            "within_share": ended.loss <= loss * (1 + SHARE),
+        }
+
+
+def known(problem: Problem, seed: int) -> list[dict[str, float]]:
+    """The values that fixed runs are made with: the best, or a grid."""
+    if problem.best is not None:
+        return [dict(problem.best(seed))]
+    name = next(iter(problem.make(seed, dict.fromkeys(KNOBS, 0.5)).starts))
+    return [{name: value} for value in problem.grid]
+
+
+KNOBS = ("dropout", "label_smoothing")
+
+
+def six_rows(seeds: Sequence[int], bench: Bench) -> list[dict[str, Any]]:
+    jobs, about = [], []
+    assert SIX.best is not None
+    for seed in seeds:
+        best = dict(SIX.best(seed))
+        for factor in SIX.factors:
+            start = {
+                name: value if name == "dummy" else off(SPACES.get(name, "log"), value, factor)
+                for name, value in best.items()
+            }
+            jobs.append(Job(SIX.name, seed, frozen(start), "tracker"))
+            about.append((seed, factor, best))
+    rows = []
+    for (seed, factor, best), ended in zip(about, bench(SIX.name, jobs), strict=True):
+        ratios = {n: ratio(SPACES.get(n, "log"), ended.values[n], v) for n, v in best.items()}
+        rows.append(
+            {
+                "seed": seed,
+                "start": factor,
+                "ratios": ratios,
+                "dummy_drift": math.log(ended.values["dummy"]),
+                "dummy_moves": sum(move != 0 for move in ended.moves["dummy"]),
+                "dummy_sigma": math.sqrt(sum(move * move for move in ended.moves["dummy"])),
+                "within_factor": all(
+                    1 / FACTOR <= r <= FACTOR for n, r in ratios.items() if n != "dummy"
+                ),
+            }
+        )
+    return rows
+
+
+def drift_in_sigmas(rows: Sequence[Mapping[str, Any]]) -> float:
+    """How far the dummies went on average, in units of a walk without direction of their moves."""
+    sigmas = math.sqrt(sum(row["dummy_sigma"] ** 2 for row in rows))
+    return abs(sum(row["dummy_drift"] for row in rows)) / sigmas if sigmas else 0.0
+
+
+# Recompiles --------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """A small model with something for every knob."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.attention(x, x, x, need_weights=False)[0]
+        output: torch.Tensor = self.head(self.dropout(mixed).mean(1))
+        return output
+
+
+def recompiles(cycles: int, every: int = 3) -> int:
+    """How often anything was compiled after the first cycle, with all knobs on."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model, criterion = Everything(), nn.CrossEntropyLoss(label_smoothing=0.1)
+    knobs = [
+        hdet.lr(spread=0.3),
+        hdet.weight_decay(),
+        hdet.betas(),
+        hdet.eps(),
+        hdet.dropout(model),
+        hdet.label_smoothing(criterion),
+        hdet.attention_temperature(model),
+        hdet.gradient_clip(1.0),
+    ]
+    ensemble = hdet.StackedReplicas(model, 12)
+    ensemble.compile()
+    rate = torch.tensor(1e-3)
+    optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=rate))
+    for one in optimizer.each:
+        one.step = torch.compile(one.step)  # type: ignore
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=model,
+        replicas=ensemble,
+        knobs=knobs,
+        controller=hdet.Tracker(threshold=0.0, cooldown=0.0),
+        sync_every=every,
+        total_steps=cycles * every,
+    )
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return criterion(model(x), y)
+
+    before = 0
+    # Each of the optimizers has a step of its own to compile, and torch stops at 8 by default.
+    with torch._dynamo.config.patch(recompile_limit=100):
+        for step in range(cycles * every):
+            if step == every:
+                before = counters["stats"]["unique_graphs"]
+            x, y = torch.randn(48, 5, 16), torch.randint(4, (48,))
+            losses = ensemble.losses(loss, x, y)
+            optimizer.zero_grad()
+            losses.sum().backward()
+            optimizer.step()
+            scheduler.step(losses.detach())
+    return int(counters["stats"]["unique_graphs"] - before)
+
+
+# Output ------------------------------------------------------------------------------------------
+
+
+def headline(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def share(rule: str, key: str) -> float:
+        chosen = [row for row in rows if row["rule"] == rule]
+        return sum(bool(row[key]) for row in chosen) / len(chosen) if chosen else math.nan
+
+    return {
+        "cases": sum(row["rule"] == "tracker" for row in rows),
+        "within_1pct_share": share("tracker", "within_share"),
+        "within_factor_1_5_share": share("tracker", "within_factor"),
+        "paper_within_1pct_share": share("paper", "within_share"),
+        "paper_within_factor_1_5_share": share("paper", "within_factor"),
+        "six_within_factor_1_5_share": sum(bool(row["within_factor"]) for row in six)
+        / max(len(six), 1),
+        "dummy_drift_in_its_own_sigmas": drift_in_sigmas(six),
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]) -> None:
+    print(f"\n{'problem':<42}{'rule':<9}{'start':>6}  {'value / best':<24}{'loss / best':<20}")
+    for problem in dict.fromkeys(row["problem"] for row in rows):
+        for rule in CONTROLLERS:
+            for start in (0.1, 10.0):
+                chosen = [
+                    row
+                    for row in rows
+                    if (row["problem"], row["rule"], row["start"]) == (problem, rule, start)
+                ]
+                ratios = sorted(r for row in chosen for r in row["ratios"].values())
+                losses = sorted(row["loss"] / row["best_loss"] for row in chosen)
+                if chosen:
+                    print(
+                        f"{problem:<42}{rule:<9}{start:>6g}  {ratios[0]:.2f} to {ratios[-1]:<14.2f}"
+                        f"  {losses[0]:.3f} to {losses[-1]:.3f}"
+                    )
+    for row in six:
+        told = "  ".join(f"{name} {value:.2f}" for name, value in row["ratios"].items())
+        print(f"six at once, seed {row['seed']}, start x {row['start']:g}: {told}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one seed of each problem")
+    parser.add_argument("--only", default="", help="beginnings of problem names, by commas")
+    parser.add_argument("--workers", type=int, default=2, help="processes that make runs")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    options = parser.parse_args()
+    seeds = range(1 if options.quick else SEEDS)
+    wanted = tuple(name for name in options.only.split(",") if name)
+    out = options.out or RESULTS / ("knobs.quick.json" if options.quick else "knobs.json")
+    kept = json.loads(out.read_text()) if wanted and out.exists() else {"rows": [], "six": []}
+    bench = Bench(options.workers)
+    rows, six = list(kept["rows"]), list(kept["six"])
+    for problem in PROBLEMS:
+        if problem.name.startswith(wanted or ""):
+            rows = [row for row in rows if row["problem"] != problem.name]
+            rows += rows_of(problem, seeds, bench)
+            write(out, rows, six, kept.get("headline", {}).get("recompiles"))
+    if SIX.name.startswith(wanted or ""):
+        six = six_rows(seeds, bench)
+    count = kept.get("headline", {}).get("recompiles")
+    if "recompiles".startswith(wanted or ""):
+        count = recompiles(10 if options.quick else 50)
+    show(rows, six)
+    for name, value in write(out, rows, six, count).items():
+        print(f"{name}: {value}")
+
+
+def write(out: Path, rows: Any, six: Any, count: int | None) -> dict[str, Any]:
+    numbers = {**headline(rows, six), "recompiles": count}
+    result = {
+        "headline": numbers,
+        "settings": {"replicas": N, "seeds": SEEDS, "factor": FACTOR, "share": SHARE},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "device": "cpu",
+        "rows": rows,
+        "six": six,
+    }
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A fair comparison: every replica scores the same batches, in eval mode, before the converge.
+
+Losses on private batches differ by more than what the knobs do to them, and a training loss always
+prefers less dropout. Scores on shared held-out batches have neither fault.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hdet.dials import running
+from hdet.fingerprint import fingerprint
+from hdet.validation import check_choice, check_integer, check_range
+
+SHARE = 0.02
+"""What a probe may cost by default, as a share of the cycle's work."""
+MOST_BATCHES = 8
+MOST_SCORES = 32
+"""So many scores of a replica travel; more are averaged in groups."""
+
+
+class Probe:
+    """Scores replicas by `score(model, batch)` on `num` of the `batches`, or by `score(model)`.
+
+    A score is one number, or a tensor with one for each batch or sample: the more there are, the
+    better the uncertainty of the comparison is known. `batches` is a loader or a list, from which
+    every cycle takes the next `num`; by default as many as cost 2 % of the cycle. `mode` says
+    whether a low or a high score is good. With `tail`, replicas are scored at the mean of their
+    weights over that last share of the cycle instead of where they happen to stand.
+    """
+
+    def __init__(
+        self,
+        score: Callable[..., Any],
+        batches: Iterable[Any] | None = None,
+        *,
+        num: int | None = None,
+        mode: Literal["min", "max"] = "min",
+        tail: float = 0.0,
+    ) -> None:
+        if not callable(score):
+            raise TypeError(
+                "`score` must be a function of the model (and of a batch, if `batches` is given), "
+                f"got {score!r}."
+            )
+        if batches is not None and (isinstance(batches, Iterator) or not _is_iterable(batches)):
+            raise TypeError(
+                "`batches` must be a loader or a list that can be gone through again and again, "
+                f"got {batches!r}."
+            )
+        if num is not None:
+            check_integer("num", num, at_least=1)
+        check_choice("mode", mode, ("min", "max"))
+        check_range("tail", tail, least=0, below=1.0000001)
+        self.score, self.batches, self.num = score, batches, num
+        self.mode, self.tail = mode, float(tail)
+        self._iterator: Iterator[Any] | None = None
+        self._place = self._epoch = 0
+
+    def describe(self) -> dict[str, Any]:
+        """What replicas must have in common, and what the record keeps."""
+        return {"num": self.num, "mode": self.mode, "tail": self.tail}
+
+    def num_batches(self, sync_every: int) -> int:
+        """Batches for each cycle. A forward pass is a third of a step's work.
+
+        No batch counts twice: it would seem to know more than it does.
+
+        >>> Probe(lambda model: 0.0).num_batches(100)
+        6
+        """
+        num = self.num or min(max(int(SHARE * 3 * sync_every), 1), MOST_BATCHES)
+        return min(num, self._length or num)
+
+    def tail_steps(self, sync_every: int) -> int:
+        """Over how many steps at the end of a cycle the weights are averaged."""
+        return math.ceil(self.tail * sync_every)
+
+    def take(self, cycle: int, sync_every: int, seed: int) -> list[Any]:
+        """The batches of a cycle: the next ones, from the start again after the last."""
+        num = self.num_batches(sync_every)
+        place = cycle * num
+        if self._iterator is None or self._place != place:
+            self._restart(place // self._length if self._length else 0, seed)
+            # A run that was resumed goes on where it was in the loader.
+            for _ in range(place % self._length if self._length else place):
+                self._next(seed)
+        taken = [self._next(seed) for _ in range(num)]
+        self._place = place + num
+        return taken
+
+    @property
+    def _length(self) -> int | None:
+        try:
+            return len(self.batches) or None  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def _restart(self, epoch: int, seed: int) -> None:
+        """A loader that shuffles draws its order now: the same in every process, and after a
+        resume."""
+        assert self.batches is not None
+        torch.manual_seed((seed * 1_000_003 + epoch) & 0x7FFFFFFF)
+        self._epoch, self._iterator = epoch, iter(self.batches)
+
+    def _next(self, seed: int) -> Any:
+        for _ in range(2):
+            assert self._iterator is not None
+            for batch in self._iterator:
+                return batch
+            self._restart(self._epoch + 1, seed)
+        raise ValueError("`batches` of the probe must hold at least one batch, got none.")
+
+
+WORDS = 2
+"""Columns of a row that say which batches were scored."""
+
+
+def as_probe(probe: Any) -> Probe | None:
+    """A bare function of the model is a probe too."""
+    if probe is None or isinstance(probe, Probe):
+        return probe
+    if callable(probe) and not isinstance(probe, nn.Module):
+        return Probe(probe)
+    raise TypeError(
+        "`probe` must be a function of the model, or hdet.Probe(score, loader) with a function "
+        f"that scores a model on one batch, got {probe!r}."
+    )
+
+
+@torch.no_grad()
+def score_replicas(
+    probe: Probe, modules: Sequence[nn.Module], *, sync_every: int, cycle: int, seed: int
+) -> Tensor:
+    """Every replica of this process scores the same batches. Leaves no trace in the run.
+
+    One row for each: its scores, lower is better, padded with nan, then which batches it saw.
+    """
+    device = next(iter(modules[0].parameters())).device
+    rows = []
+    with _same_draws(device, seed, cycle):
+        batches = None if probe.batches is None else probe.take(cycle, sync_every, seed)
+        for place, module in enumerate(modules):
+            who = (
+                nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
+            )
+            with who, evaluating(module) as bare, _same_draws(device, seed, cycle):
+                seen = Seen(bare)
+                scores = _scores(probe, seen, batches)
+                seen.check()
+                rows.append(_row(scores, probe.mode, seen, device))
+    return torch.stack(rows)
+
+
+def _scores(probe: Probe, model: "Seen", batches: list[Any] | None) -> Tensor:
+    if batches is None:
+        return _flat(probe.score(model))
+    return torch.stack([_flat(probe.score(model, batch)).mean() for batch in batches])
+
+
+def _flat(score: Any) -> Tensor:
+    if not isinstance(score, (Tensor, int, float)):
+        raise TypeError(f"`score` of the probe must return a tensor or a number, got {score!r}.")
+    flat = torch.as_tensor(score, dtype=torch.float64).detach().reshape(-1)
+    if not flat.numel():
+        raise ValueError("`score` of the probe must return at least one number, got none.")
+    return flat
+
+
+def _row(scores: Tensor, mode: str, seen: "Seen", device: torch.device) -> Tensor:
+    if len(scores) > MOST_SCORES:
+        scores = torch.stack([chunk.mean() for chunk in scores.tensor_split(MOST_SCORES)])
+    scores = scores.to(device) if mode == "min" else -scores.to(device)
+    padding = scores.new_full((MOST_SCORES - len(scores),), math.nan)
+    # A nan among the scores must not look like padding.
+    scores = torch.where(scores.isnan(), math.inf, scores)
+    words = torch.stack([seen.print >> 32, seen.print & 0xFFFFFFFF]).to(scores)
+    return torch.cat([scores, padding, words])
+
+
+class Seen:
+    """The model as a score gets it: it remembers what it was called with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.print = torch.zeros((), dtype=torch.int64)
+        self._is_called = False
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        self._is_called = True
+        for value in tree_leaves((inputs, options)):
+            if isinstance(value, Tensor):
+                found = fingerprint(value.detach().contiguous())
+                self.print = self.print.to(found.device) * 31 + found + 1
+        return self._module(*inputs, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        self._is_called = True  # a method of the model, whose inputs are not seen
+        return getattr(self._module, name)
+
+    def check(self) -> None:
+        if not self._is_called:
+            raise ValueError(
+                "`score` of the probe must call the model it is given, got one that did not: it "
+                "would score another replica, or none."
+            )
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    """Inside, a module is in eval mode, and bare: DDP would broadcast its buffers."""
+    bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    parts = list(bare.modules())
+    flags = [part.training for part in parts]
+    bare.eval()
+    try:
+        yield bare
+    finally:
+        for part, flag in zip(parts, flags, strict=True):
+            part.training = flag
+
+
+@contextmanager
+def _same_draws(device: torch.device, seed: int, cycle: int) -> Iterator[None]:
+    """Inside, all replicas draw the same random numbers; after it, the run goes on with its own."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed((seed * 1_000_003 + cycle) & 0x7FFFFFFF)
+        yield
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")

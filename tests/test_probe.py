@@ -1,0 +1,425 @@
+"""Probes: the same batches for every replica, in eval mode, and no trace of it in the run."""
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import hdet
+from hdet.probe import as_probe, score_replicas
+from tests.processes import Processes
+
+T = 4
+
+
+class Net(nn.Module):
+    """Everything that must not change while it is probed: BatchNorm, dropout, a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(3, 6), nn.BatchNorm1d(6)
+        self.dropout, self.down = nn.Dropout(0.3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.dropout(torch.relu(self.norm(self.up(x)))))
+        return output
+
+
+def net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net()
+
+
+def data(seed: int, num: int = 16) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 3, generator=draw), torch.randint(2, (num,), generator=draw)
+
+
+HELD = data(99, 32)
+
+
+def score(model: Any) -> Tensor:
+    return F.cross_entropy(model(HELD[0]), HELD[1], reduction="none")
+
+
+def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class Run:
+    def __init__(self, probe: Any, num: int = 4, **options: Any) -> None:
+        self.model = net()
+        self.ensemble = hdet.StackedReplicas(self.model, num, mode="loop")
+        self.optimizer = self.ensemble.optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        settings = {"controller": hdet.Tracker(), "spread": 0.3, "sync_every": T, **options}
+        self.scheduler = hdet.HDET(
+            ConstantLR(self.optimizer, factor=1.0),
+            model=self.model,
+            replicas=self.ensemble,
+            probe=probe,
+            **settings,
+        )
+
+    def go(self, steps: int) -> "Run":
+        for step in range(steps):
+            losses = self.ensemble.losses(loss, *data(step, 4 * self.ensemble.size))
+            self.optimizer.zero_grad()
+            losses.sum().backward()
+            self.optimizer.step()
+            self.scheduler.step(losses.detach())
+        return self
+
+
+def test_replicas_are_compared_by_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what each scores with its own weights, in eval mode, before the converge."""
+    run = Run(score)
+    seen: list[Any] = []
+    steer = run.scheduler._steering.steer
+
+    def spy(losses: Any, fit: Any, errors: Any, scores: Any) -> Any:
+        seen.append(scores)
+        return steer(losses, fit, errors, scores)
+
+    monkeypatch.setattr(run.scheduler._steering, "steer", spy)
+    run.go(T - 1)
+    losses = run.ensemble.losses(loss, *data(T - 1, 16))
+    run.optimizer.zero_grad()
+    losses.sum().backward()
+    run.optimizer.step()
+    with torch.no_grad():
+        want = [score(copy.deepcopy(module).eval()) for module in run.ensemble.modules(None)]
+    run.scheduler.step(losses.detach())
+    for got, one in zip(seen[0], want, strict=True):
+        assert got == pytest.approx(one.tolist(), rel=1e-6)
+    assert seen[0][0] != seen[0][1]
+
+
+def test_a_probe_leaves_no_trace() -> None:
+    probed, plain = Run(score, controller=None), Run(None, controller=None)
+    torch.manual_seed(5)
+    probed.go(2 * T + 1)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    plain.go(2 * T + 1)
+    assert torch.equal(after, torch.get_rng_state())
+    for one, other in zip(
+        probed.model.state_dict().values(), plain.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert all(module.training for module in probed.model.modules())
+
+
+def test_training_flags_come_back_as_they_were() -> None:
+    model = net()
+    model.norm.eval()
+
+    def fails(model: Any) -> Tensor:
+        model(HELD[0])
+        raise KeyError("of its own")
+
+    for function in (score, fails):
+        try:
+            score_replicas(as_probe(function), [model], sync_every=10, cycle=0, seed=0)  # type: ignore[arg-type]
+        except KeyError:
+            assert function is fails
+        assert [m.training for m in (model, model.up, model.norm)] == [True, True, False]
+
+
+def test_batches_come_in_turn_and_a_resumed_run_goes_on_where_it_was() -> None:
+    taken: list[int] = []
+
+    def note(model: Any, batch: Tensor) -> Tensor:
+        taken.append(int(batch[0, 0]))
+        return model(batch).sum()
+
+    batches = [torch.full((2, 3), float(i)) for i in range(5)]
+    probe = hdet.Probe(note, batches, num=2)
+    for cycle in range(4):
+        score_replicas(probe, [net()], sync_every=10, cycle=cycle, seed=0)
+    assert taken == [0, 1, 2, 3, 4, 0, 1, 2]
+    taken.clear()
+    score_replicas(hdet.Probe(note, batches, num=2), [net()], sync_every=10, cycle=3, seed=0)
+    assert taken == [1, 2]
+
+
+def test_the_cost_is_under_two_percent_by_default() -> None:
+    for every in (17, 50, 100, 1000):
+        num = hdet.Probe(score, [1]).num_batches(every)
+        assert 1 <= num <= 8
+        assert num / (3 * every) <= 0.02  # a forward pass is a third of a step
+    assert hdet.Probe(score, [1]).num_batches(5) == 1
+
+
+def test_high_scores_can_be_the_good_ones() -> None:
+    def run(probe: hdet.Probe) -> Tensor:
+        return score_replicas(probe, [net()], sync_every=10, cycle=0, seed=0)
+
+    low, high = run(hdet.Probe(score)), run(hdet.Probe(lambda m: -score(m), mode="max"))
+    assert torch.equal(low.nan_to_num(), high.nan_to_num())
+
+
+def test_many_scores_are_averaged_in_groups() -> None:
+    x, y = data(1, 100)
+    probe = hdet.Probe(lambda model: F.cross_entropy(model(x), y, reduction="none"))
+    row = score_replicas(probe, [net()], sync_every=10, cycle=0, seed=0)[0]
+    with torch.no_grad():
+        want = F.cross_entropy(net().eval()(x), y)
+    assert len(row) == 34
+    assert float(row[:32].mean()) == pytest.approx(float(want), rel=0.05)
+
+
+def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Tensor]] = []
+
+    def look(model: Any) -> Tensor:
+        seen.append([p.detach().clone() for p in model.parameters()])
+        return score(model)
+
+    torch.manual_seed(5)
+    run = Run(hdet.Probe(look, tail=0.5), num=2, controller=None)
+    iterates: list[list[list[Tensor]]] = []
+    add = run.scheduler._parameters.add_iterate
+
+    def spy() -> None:
+        iterates.append(
+            [[p.detach().clone() for p in m.parameters()] for m in run.ensemble.modules(None)]
+        )
+        add()
+
+    monkeypatch.setattr(run.scheduler._parameters, "add_iterate", spy)
+    run.go(T)
+    assert len(iterates) == T // 2
+    for replica in range(2):
+        for place, mean in enumerate(seen[replica]):
+            want = torch.stack([step[replica][place] for step in iterates]).mean(0)
+            assert torch.allclose(mean, want, atol=1e-7)
+    torch.manual_seed(5)
+    plain = Run(None, num=2, controller=None).go(T)
+    for one, other in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(one, other)  # what was scored is not what trains on
+
+
+def test_label_smoothing_rests_while_replicas_are_scored() -> None:
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.3)
+    knob = hdet.label_smoothing(criterion)
+    seen = []
+
+    def scored(model: Any) -> Tensor:
+        output = model(HELD[0])
+        seen.append(float(criterion(output, HELD[1]) - F.cross_entropy(output, HELD[1])))
+        return criterion(output, HELD[1])
+
+    model = net()
+    ensemble = hdet.StackedReplicas(model, 2)
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=model,
+        replicas=ensemble,
+        knobs=[knob],
+        probe=scored,
+        controller=hdet.Tracker(),
+        sync_every=1,
+    )
+    losses = ensemble.losses(lambda model, x, y: criterion(model(x), y), *data(0))
+    losses.sum().backward()
+    optimizer.step()
+    scheduler.step(losses.detach())
+    assert seen == pytest.approx([0.0, 0.0], abs=1e-6)
+    (dials,) = knob.dials.values()
+    assert all(float(value) > 0.1 for dial in dials for value in dial.values)
+
+
+# Processes ---------------------------------------------------------------------------------------
+
+
+def probed_process(rank: int, kind: str) -> Any:
+    model = net()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe: Any = score
+    if kind == "shuffled":  # the loader draws from the generator that every replica has reset
+        loader = DataLoader(TensorDataset(*HELD), batch_size=8, shuffle=True)
+        probe = hdet.Probe(lambda model, batch: loss(model, *batch), loader, num=2)
+    elif kind == "different":
+        probe = hdet.Probe(
+            lambda model, batch: model(batch).sum(), [torch.full((2, 3), rank + 1.0)]
+        )
+    elif kind == "nan":
+        probe = lambda model: score(model) * (math.nan if rank == 1 else 1.0)  # noqa: E731
+    if kind == "nan":
+        warnings.filterwarnings("ignore", message="the probe of replica.s. .1. is not finite")
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=wrapped,
+        probe=probe,
+        controller=hdet.Tracker(threshold=0.0),
+        spread=0.3,
+        sync_every=T,
+    )
+    torch.manual_seed(rank)  # replicas do not share their random numbers
+    try:
+        for step in range(3 * T):
+            optimizer.zero_grad()
+            value = loss(wrapped, *data(10 * step + rank))
+            value.backward()
+            optimizer.step()
+            scheduler.step(value.detach())
+    except ValueError as error:
+        return str(error)
+    return scheduler.get_knobs()["lr/group0"], scheduler.sensitivity()["lr/group0"].slope
+
+
+@pytest.mark.parametrize("kind", ["callable", "shuffled", "nan"])
+def test_processes_decide_the_same_by_their_scores(processes: Processes, kind: str) -> None:
+    answers = processes(3, probed_process, kind)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][0] != 1.0
+
+
+def test_different_batches_are_an_error_on_all_replicas(processes: Processes) -> None:
+    for told in processes(2, probed_process, "different"):
+        assert "must score the same batches on all replicas, got different ones" in told
+
+
+def test_scores_that_are_no_numbers_are_told_and_move_nothing() -> None:
+    run = Run(lambda model: score(model) * math.nan, num=3)
+    with pytest.warns(UserWarning, match=r"replica.s. \[0, 1, 2\] is not finite at step 4"):
+        run.go(T)
+    (knob,) = run.scheduler._steering.knobs
+    assert knob.state.scale == 1.0
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+def lazy(model: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (3, "`probe` must be a function of the model, or hdet.Probe"),
+        (nn.Linear(1, 1), "`probe` must be a function of the model, or hdet.Probe"),
+        ([1, 2], "`probe` must be a function of the model, or hdet.Probe"),
+    ],
+)
+def test_a_bad_probe_is_refused_at_once(probe: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        Run(probe)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"score": None}, "`score` must be a function"),
+        ({"batches": iter([1])}, "can be gone through again and again"),
+        ({"batches": 3}, "can be gone through again and again"),
+        ({"num": 0}, "`num` must be at least 1"),
+        ({"mode": "best"}, "`mode` must be one of 'min', 'max'"),
+        ({"tail": 1.5}, "`tail` must be in"),
+    ],
+)
+def test_bad_settings_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        hdet.Probe(**{"score": score, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (hdet.Probe(lambda model, batch: 1.0, []), "must hold at least one batch"),
+        (lazy, "must call the model it is given"),
+        (lambda model: model(HELD[0])[:0].sum(1), "must return at least one number"),
+        (lambda model: [model(HELD[0])], "must return a tensor or a number"),
+    ],
+)
+def test_a_probe_that_scores_nothing_says_so(probe: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Run(probe).go(T)
+
+
+def test_a_probe_needs_the_model() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`probe` needs `model=`"):
+        hdet.HDET(ConstantLR(optimizer, factor=1.0), probe=score)
+
+
+# Batches -----------------------------------------------------------------------------------------
+
+
+def test_no_batch_counts_twice() -> None:
+    """Six copies of one batch would agree perfectly and seem to leave no doubt."""
+    seen: list[int] = []
+
+    def note(model: Any, batch: Tensor) -> Tensor:
+        seen.append(len(seen))
+        return model(batch).sum()
+
+    score_replicas(hdet.Probe(note, [HELD[0]]), [net()], sync_every=100, cycle=0, seed=0)
+    assert seen == [0]
+
+
+def test_a_shuffling_loader_goes_on_after_a_resume_as_it_would_have() -> None:
+    seen: list[list[float]] = []
+
+    def note(model: Any, batch: Any) -> Tensor:
+        seen.append(batch[0].sum(1).tolist())
+        return model(batch[0]).sum()
+
+    def probe() -> hdet.Probe:
+        loader = DataLoader(TensorDataset(*HELD), batch_size=8, shuffle=True)
+        return hdet.Probe(note, loader, num=3)
+
+    whole = probe()
+    for cycle in range(4):
+        score_replicas(whole, [net()], sync_every=10, cycle=cycle, seed=0)
+    resumed_at = len(seen)
+    for cycle in (2, 3):
+        score_replicas(probe(), [net()], sync_every=10, cycle=cycle, seed=0)
+    assert seen[6:resumed_at] == seen[resumed_at:]
+
+
+def test_a_probe_makes_training_losses_unnecessary() -> None:
+    run = Run(score, total_steps=10 * T)
+    for step in range(10 * T):  # through the cool-down, in which nothing is scored
+        losses = run.ensemble.losses(loss, *data(step, 16))
+        run.optimizer.zero_grad()
+        losses.sum().backward()
+        run.optimizer.step()
+        run.scheduler.step()
+    assert run.scheduler._steering.cycle == 10
+
+
+def test_scores_of_different_number_are_refused(processes: Processes) -> None:
+    for told in processes(2, differing_scores):
+        assert "must return equally many numbers on all replicas, got [3, 4]" in told
+
+
+def differing_scores(rank: int) -> str:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=DistributedDataParallel(model),
+        probe=lambda model: score(model)[: 3 + rank],
+        sync_every=1,
+        spread=0.1,
+    )
+    optimizer.step()
+    try:
+        scheduler.step(1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
