@@ -17,10 +17,12 @@ import json
 import math
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +65,7 @@ def train(
         model=task.model,
         replicas=ensemble,
         knobs=knobs,
-        probe=task.score,
+        probe=hdet.Probe(task.score, tail=task.tail),
         controller=controller,
         gradients="local",
         sync_every=task.sync_every,
@@ -151,6 +153,8 @@ def rows_of(problem: Problem, seeds: Sequence[int], bench: Bench) -> Iterator[di
         about, bench(f"{problem.name}, from both sides", jobs), strict=True
     ):
         ratios = {n: ratio(problem.space, ended.values[n], v) for n, v in best.items()}
+        if problem.joint:
+            ratios = {"all": geometric_mean(ratios.values())}
         yield {
             "problem": problem.name,
             "seed": seed,
@@ -170,11 +174,8 @@ def known(problem: Problem, seed: int) -> list[dict[str, float]]:
     """The values that fixed runs are made with: the best, or a grid."""
     if problem.best is not None:
         return [dict(problem.best(seed))]
-    name = next(iter(problem.make(seed, dict.fromkeys(KNOBS, 0.5)).starts))
-    return [{name: value} for value in problem.grid]
-
-
-KNOBS = ("dropout", "label_smoothing")
+    names = problem.make(seed, defaultdict(lambda: 0.5)).starts
+    return [dict.fromkeys(names, value) for value in problem.grid]
 
 
 def six_rows(seeds: Sequence[int], bench: Bench) -> list[dict[str, Any]]:

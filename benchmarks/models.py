@@ -114,5 +114,18 @@ class ResNet18(nn.Module):
         return logits
 
 
+class ConvNet(nn.Sequential):
+    """Three convolutions with BatchNorm, for images of any size."""
+
+    def __init__(self, channels_in: int, width: int, classes: int = 10) -> None:
+        layers: list[nn.Module] = []
+        for channels in (width, 2 * width, 4 * width):
+            layers += [nn.Conv2d(channels_in, channels, 3, 1, 1, bias=False)]
+            layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(2)]
+            channels_in = channels
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, classes)]
+        super().__init__(*layers, *head)
+
+
 def image_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).float(), y)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hdet
+from benchmarks import data
+from benchmarks.models import GPT, Size, gpt_loss
 
 Score = Callable[[Any], Tensor]
 Batch = tuple[Tensor, ...]
@@ -35,6 +37,8 @@ class Task:
     """The start value of each knob; learning rates are explored as factors of it."""
     judged_cycles: int = 1
     """Validation losses of so many last cycles are averaged, where single ones vary by chance."""
+    tail: float = 0.5
+    """Of the probe; none where the best value is the one for the weights as they stand."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Problem:
     """The best value of each knob; none if a grid is to find it."""
     space: str
     grid: Sequence[float] = ()
+    joint: bool = False
+    """Whether a grid has one value for all knobs; then their geometric mean is compared with it."""
     factors: tuple[float, float] = (0.1, 10.0)
     """How far off a run starts, in units of the best value (of its odds in a logit space)."""
     cycles: int = 60
@@ -334,7 +340,7 @@ def _quadratic_task(
     task = Task(
         model, optimizer, knobs, loss, batch, score, lambda model: float(score(model)), **more
     )
-    task.sync_every, task.judged_cycles = QUADRATIC_CYCLE, 6
+    task.sync_every, task.judged_cycles, task.tail = QUADRATIC_CYCLE, 6, 0.0
     return task
 
 
@@ -392,6 +398,63 @@ def rates(seed: int, starts: Mapping[str, float]) -> Task:
     moving = Moving(seed, size * len(GROUPS), QUADRATIC_CYCLE, GRADIENT_NOISE)
     knobs = [hdet.lr(spread=0.5)]
     return _quadratic_task(model, torch.optim.SGD(groups), knobs, moving, starts=dict(starts))
+
+
+# Four learning rates of a transformer, in the paper's groups -------------------------------------
+
+KINDS = ("embedding", "no_decay", "non_embedding", "transformer")
+SIZE = Size(256, 32, 2, 4, 48)
+
+
+def kind_of(name: str) -> str:
+    if name.startswith(("token", "place")):
+        return "embedding"
+    if "norm" in name or name.endswith("bias"):
+        return "no_decay"
+    return "transformer" if name.startswith("blocks") else "non_embedding"
+
+
+def transformer(seed: int, starts: Mapping[str, float]) -> Task:
+    model = GPT(SIZE)
+    # Not tied to the embedding: the head is in a group of its own.
+    model.head.weight = nn.Parameter(0.5 * model.token.weight.detach().clone())
+    parameters = {
+        kind: [p for name, p in model.named_parameters() if kind_of(name) == kind] for kind in KINDS
+    }
+    groups = [
+        {
+            "params": parameters[kind],
+            "name": kind,
+            "lr": starts[f"lr/{kind}"],
+            "weight_decay": 0.0 if kind == "no_decay" else 0.1,
+        }
+        for kind in KINDS
+    ]
+    tokens = torch.tensor(list(data.text(None)))
+    cut, reach = int(0.8 * len(tokens)), torch.arange(SIZE.context + 1)
+
+    def some(part: Tensor, num: int, draw: torch.Generator) -> Tensor:
+        return part[torch.randint(len(part) - len(reach), (num, 1), generator=draw) + reach]
+
+    held = some(tokens[cut:], 256, generator(seed))
+
+    def losses(model: Any) -> Tensor:
+        logits = model(held[:, :-1])
+        each = F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten(), reduction="none")
+        return each.unflatten(0, held[:, 1:].shape)
+
+    return Task(
+        model,
+        torch.optim.AdamW(groups, betas=(0.9, 0.95)),
+        [hdet.lr(spread=0.5)],
+        gpt_loss,
+        # Every replica has batches of its own, as it would in data-parallel training.
+        lambda step, num: (some(tokens[:cut], 8 * num, generator(seed * 1_000_003 + step)),),
+        lambda model: chunks(losses(model)),
+        lambda model: float(losses(model).mean()),
+        starts={f"lr/{kind}": starts[f"lr/{kind}"] for kind in KINDS},
+        judged_cycles=6,
+    )
 
 
 # Six at once -------------------------------------------------------------------------------------
@@ -482,6 +545,7 @@ def six(seed: int, starts: Mapping[str, float]) -> Task:
         sync_every=QUADRATIC_CYCLE,
         starts=dict(starts),
         judged_cycles=6,
+        tail=0.0,
     )
 
 
@@ -513,4 +577,12 @@ PROBLEMS = [
     ),
     Problem("momentum, moving quadratic", momentum, momentum_best, "logit", cycles=100),
     Problem("four learning rates, noisy quadratic", rates, rates_best, "log"),
+    Problem(
+        "four learning rates, transformer",
+        transformer,
+        None,
+        "log",
+        grid=tuple(1.25e-4 * 2**place for place in range(9)),
+        joint=True,
+    ),
 ]

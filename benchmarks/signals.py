@@ -1,17 +1,18 @@
 """Which signal tells how a learning rate will end: training loss, probe, or averaged probe?
 
-    python -m benchmarks.signals [--quick] [--data FOLDER] [--out FILE]
+    python -m benchmarks.signals [--quick] [--only language|vision] [--data FOLDER] [--out FILE]
 
 A run is trained once at a good learning rate, and kept early, in the middle and late. From each
 point eight learning rates, from an eighth to eight times the run's own, are judged twice. The
 truth: each is kept to the end of the run, cool-down included, and ends with a validation loss. The
 signal: one cycle of hdet, in which each is a replica; repeated with other batches. A table says,
-for each signal, how its order of the eight agrees with the truth (correlation), which learning rate
-it prefers on average against the best one (bias, in factors of two), and how much of its variation
-is chance (noise).
+for each signal, how its order of the eight agrees with the truth (rank correlation), which learning
+rate it prefers on average against the best one (bias, in factors of two), and how much of its
+variation is chance (noise). All cost the same: the training loss, which is free, has a longer cycle
+by as many steps as the probe takes (a forward is a third of a step).
 
-A language model on text (tinyshakespeare in FOLDER or $HDET_DATA; without it the descriptions that
-come with scikit-learn) and a convolutional network on scikit-learn's digits.
+A language model on tinyshakespeare and a convolutional network on CIFAR-10, from FOLDER or
+$HDET_DATA (see benchmarks/data.py); without them, and with --quick, on scikit-learn's data.
 """
 
 import argparse
@@ -23,17 +24,18 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from benchmarks.models import GPT, Size, gpt_loss
+from benchmarks import data
+from benchmarks.models import GPT, ConvNet, Size, gpt_loss, image_loss
 from hdet.design import levels
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,16 +43,22 @@ N = 8
 SPREAD = 7.0  # from 1/8 to 8 times
 PHASES = {"early": 0.06, "middle": 0.4, "late": 0.75}
 SIGNALS = {"training": None, "probe": 0.0, "averaged_probe": 0.5}
+"""Signal -> the share of the cycle over which its probe averages the weights."""
+PROBE_BATCHES = 3
 
 
 class Settings(NamedTuple):
     steps: int
     cycle: int
     repeats: int
+    truths: int
+    """Runs to the end for each learning rate, with other batches."""
+    size: Size
+    channels: int
 
 
-FULL = Settings(steps=1200, cycle=50, repeats=8)
-QUICK = Settings(steps=120, cycle=10, repeats=3)
+FULL = Settings(1000, 50, 6, 2, Size(256, 128, 4, 4, 128), 32)
+QUICK = Settings(120, 10, 3, 1, Size(256, 64, 2, 4, 64), 8)
 
 
 class Task(NamedTuple):
@@ -59,10 +67,10 @@ class Task(NamedTuple):
     name: str
     model: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
-    batch: Callable[[int], tuple[Tensor, ...]]
-    """A seed -> the batch of one replica."""
-    held_out: Callable[[int], tuple[Tensor, ...]]
-    """A seed -> as much that nobody trains on."""
+    batch: Callable[[int, int], tuple[Tensor, ...]]
+    """A seed and a number of replicas -> a batch for each of them, joined."""
+    held_out: Callable[[int, int], tuple[Tensor, ...]]
+    """The same of what nobody trains on."""
     lr: float
 
 
@@ -84,7 +92,7 @@ class Point(NamedTuple):
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=0.1, fused=True)
 
 
 def trunk(task: Task, settings: Settings, device: torch.device) -> dict[str, Point]:
@@ -102,7 +110,7 @@ def trunk(task: Task, settings: Settings, device: torch.device) -> dict[str, Poi
         for group in optimizer.param_groups:
             group["lr"] = task.lr * factor(step)
         optimizer.zero_grad()
-        task.loss(model, *task.batch(step)).backward()
+        task.loss(model, *task.batch(step, 1)).backward()
         optimizer.step()
     return points
 
@@ -137,8 +145,7 @@ class Ensemble:
     def train(self, steps: int, seed: int, *, last_step: bool = True) -> None:
         """Private batches; without the last scheduler step the replicas do not converge."""
         for step in range(steps):
-            parts = [self.task.batch((seed * 100_003 + step) * N + r) for r in range(N)]
-            batch = [torch.cat(each) for each in zip(*parts, strict=True)]
+            batch = self.task.batch(seed * 100_003 + step, N)
             losses = self.replicas.losses(self.task.loss, *batch)
             self.optimizer.zero_grad()
             losses.sum().backward()
@@ -150,18 +157,20 @@ class Ensemble:
 def judge(task: Task, model: nn.Module, num: int) -> float:
     model.eval()
     with torch.no_grad():
-        losses = [float(task.loss(model, *task.held_out(10**6 + i))) for i in range(num)]
+        losses = [float(task.loss(model, *task.held_out(10**6 + i, 8))) for i in range(num)]
     model.train()
     return fmean(losses)
 
 
 def truth_of(
-    task: Task, point: Point, settings: Settings, device: torch.device
+    task: Task, point: Point, settings: Settings, device: torch.device, seed: int
 ) -> dict[float, float]:
     """Learning rate -> the validation loss at the end of the run."""
     left = settings.steps - point.step
     one = Ensemble(task, point, settings, device, sync_every=left)
-    one.train(left, seed=77, last_step=False)
+    if device.type == "cuda":
+        one.replicas.compile(backend="eager")  # for its CUDA graphs: the run is long
+    one.train(left, seed=77 + seed, last_step=False)
     ends = [judge(task, module, 8) for module in one.replicas.modules(None)]
     worst = max([end for end in ends if math.isfinite(end)] or [0.0])
     column = levels("latin", N, ["lr"], seed=0, cycle=0)[0]
@@ -174,39 +183,39 @@ def signals_of(
 ) -> dict[str, dict[float, float]]:
     """Signal -> learning rate -> what it says after one cycle."""
     told: dict[str, dict[float, float]] = {}
-    for tail in (0.0, 0.5):
-        batches = [task.held_out(repeat * 1000 + i) for i in range(3)]
-        probe = hdet.Probe(lambda model, batch: task.loss(model, *batch), batches, tail=tail)
+    column = levels("latin", N, ["lr"], seed=0, cycle=0)[0]
+    for name, tail in SIGNALS.items():
+        batches = [task.held_out(repeat * 1000 + i, 1) for i in range(PROBE_BATCHES)]
+        cycle, probe = settings.cycle, None
+        if tail is None:
+            cycle += PROBE_BATCHES // 3
+        else:
+            probe = hdet.Probe(lambda model, batch: task.loss(model, *batch), batches, tail=tail)
         with tempfile.TemporaryDirectory() as folder:
             one = Ensemble(
-                task,
-                point,
-                settings,
-                device,
-                sync_every=settings.cycle,
-                probe=probe,
-                record=folder,
+                task, point, settings, device, sync_every=cycle, probe=probe, record=folder
             )
-            one.train(settings.cycle, seed=1000 + repeat)
+            one.train(cycle, seed=1000 + repeat)
             lines = (Path(folder) / "record.jsonl").read_text().splitlines()
         line = next(line for line in map(json.loads, lines) if line["event"] == "cycle")
-        column = levels("latin", N, ["lr"], seed=0, cycle=0)[0]
-        rows = {"averaged_probe" if tail else "probe": line["scores"]}
-        if not tail:
-            rows["training"] = line["losses"]
-        for name, row in rows.items():
-            finite = [value for value in row if value is not None]
-            filled = [max(finite) if value is None else value for value in row]
-            told[name] = dict(zip(column, filled, strict=True))
+        row = line["losses" if tail is None else "scores"]
+        finite = [value for value in row if value is not None]
+        filled = [max(finite) if value is None else value for value in row]
+        told[name] = dict(zip(column, filled, strict=True))
     return told
 
 
-def correlation(one: Mapping[float, float], other: Mapping[float, float]) -> float:
-    first, second = [one[level] for level in one], [other[level] for level in one]
-    a, b = fmean(first), fmean(second)
-    product = fmean((x - a) * (y - b) for x, y in zip(first, second, strict=True))
-    spread = pstdev(first) * pstdev(second)
-    return product / spread if spread else 0.0
+def rank_correlation(one: Mapping[float, float], other: Mapping[float, float]) -> float:
+    places = [
+        {level: place for place, level in enumerate(sorted(curve, key=lambda level: curve[level]))}
+        for curve in (one, other)
+    ]
+    squares = sum((places[0][level] - places[1][level]) ** 2 for level in one)
+    return 1 - 6 * squares / (len(one) * (len(one) ** 2 - 1))
+
+
+def mean_of(curves: Sequence[Mapping[float, float]]) -> dict[float, float]:
+    return {level: fmean(curve[level] for curve in curves) for level in curves[0]}
 
 
 def lowest(curve: Mapping[float, float]) -> float:
@@ -220,13 +229,15 @@ def row_of(
     each: Sequence[Mapping[float, float]],
     truth: Mapping[float, float],
 ) -> dict[str, Any]:
-    mean = {level: fmean(one[level] for one in each) for level in truth}
-    chance = fmean(pstdev([one[level] for one in each]) for level in truth)
+    mean = mean_of(each)
+    # What a repetition adds to all eight alike, such as harder batches, compares nothing.
+    centred = [{level: one[level] - fmean(one.values()) for level in truth} for one in each]
+    chance = fmean(pstdev([one[level] for one in centred]) for level in truth)
     return {
         "task": task,
         "phase": phase,
         "signal": name,
-        "corr": fmean(correlation(one, truth) for one in each),
+        "corr": fmean(rank_correlation(one, truth) for one in each),
         "bias": 3 * (lowest(mean) - lowest(truth)),
         "noise": chance / pstdev(mean.values()),
         "mean": [mean[level] for level in sorted(mean)],
@@ -237,100 +248,114 @@ def row_of(
 # Tasks -------------------------------------------------------------------------------------------
 
 
-def language(data: Path | None, device: torch.device) -> Task:
-    path = None if data is None else data / "tinyshakespeare.txt"
-    if path is not None and path.exists():
-        text = path.read_bytes()
-    else:
-        import sklearn.datasets
+def language(folder: Path | None, settings: Settings, device: torch.device) -> Task:
+    tokens = torch.tensor(list(data.text(folder)), device=device)
+    cut, length = int(0.9 * len(tokens)), settings.size.context + 1
+    reach = torch.arange(length, device=device)
 
-        folder = Path(sklearn.datasets.__file__).parent / "descr"
-        text = b"".join(file.read_bytes() for file in sorted(folder.glob("*.rst")))
-    tokens = torch.tensor(list(text), device=device)
-    cut = int(0.9 * len(tokens))
-
-    def some(part: Tensor) -> Callable[[int], tuple[Tensor, ...]]:
-        def draw(seed: int) -> tuple[Tensor, ...]:
-            starts = torch.randint(
-                len(part) - 65, (8,), generator=torch.Generator().manual_seed(seed)
-            )
-            return (torch.stack([part[start : start + 65] for start in starts.tolist()]),)
-
-        return draw
-
-    size = Size(256, 64, 2, 4, 64)
-    return Task(
-        "language", lambda: GPT(size), gpt_loss, some(tokens[:cut]), some(tokens[cut:]), 4e-3
-    )
-
-
-def vision(device: torch.device) -> Task:
-    from hdet.digits import Digits, network
-
-    digits = Digits(device)
-
-    def some(low: int, high: int) -> Callable[[int], tuple[Tensor, ...]]:
-        def draw(seed: int) -> tuple[Tensor, ...]:
+    def some(part: Tensor) -> Callable[[int, int], tuple[Tensor, ...]]:
+        def draw(seed: int, num: int) -> tuple[Tensor, ...]:
             generator = torch.Generator().manual_seed(seed)
-            places = torch.randint(low, high, (16,), generator=generator)
-            return digits.x[places], digits.y[places]
+            starts = torch.randint(len(part) - length, (8 * num, 1), generator=generator)
+            return (part[starts.to(device) + reach],)
 
         return draw
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
+    model = partial(GPT, settings.size)
+    return Task("language", model, gpt_loss, some(tokens[:cut]), some(tokens[cut:]), 4e-3)
 
-    return Task("vision", lambda: network(device), loss, some(0, 1200), some(1200, 1797), 4e-3)
+
+def vision(folder: Path | None, settings: Settings, device: torch.device) -> Task:
+    images = data.images(folder, device)
+
+    def some(x: Tensor, y: Tensor) -> Callable[[int, int], tuple[Tensor, ...]]:
+        def draw(seed: int, num: int) -> tuple[Tensor, ...]:
+            generator = torch.Generator().manual_seed(seed)
+            places = torch.randint(len(x), (32 * num,), generator=generator).to(device)
+            return x[places], y[places]
+
+        return draw
+
+    return Task(
+        "vision",
+        partial(ConvNet, images.x.shape[1], settings.channels),
+        image_loss,
+        some(images.x, images.y),
+        some(images.x_test, images.y_test),
+        4e-3,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short runs")
+    parser.add_argument("--only", choices=("language", "vision"), help="the other is kept")
     parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     settings = QUICK if options.quick else FULL
     out = options.out or RESULTS / ("signals.quick.json" if options.quick else "signals.json")
+    folder = None if options.data is None or options.quick else Path(options.data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start, rows = time.perf_counter(), []
-    data = None if options.data is None else Path(options.data)
-    for task in (language(data, device), vision(device)):
-        points = trunk(task, settings, device)
-        for phase, point in points.items():
-            truth = truth_of(task, point, settings, device)
-            each = []
-            for repeat in range(settings.repeats):
-                each.append(signals_of(task, point, settings, device, repeat))
-                took = time.perf_counter() - start
-                print(
-                    f"\r{took:5.0f} s  {task.name}, {phase}: {repeat + 1} of {settings.repeats}  ",
-                    end="",
-                    flush=True,
-                )
+    if options.only is not None and out.exists():
+        rows = [r for r in json.loads(out.read_text())["rows"] if r["task"] != options.only]
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
+
+    for make in (language, vision):
+        if options.only not in (None, make.__name__):
+            continue
+        task = make(folder, settings, device)
+        for phase, point in trunk(task, settings, device).items():
+            truth = mean_of(
+                [truth_of(task, point, settings, device, seed) for seed in range(settings.truths)]
+            )
+            say(f"{task.name}, {phase}: the truth is known")
+            each = [
+                signals_of(task, point, settings, device, repeat)
+                for repeat in range(settings.repeats)
+            ]
+            say(f"{task.name}, {phase}: the signals have spoken {settings.repeats} times")
             for name in SIGNALS:
                 rows.append(row_of(task.name, phase, name, [one[name] for one in each], truth))
-    print(f"\n{'task':<10}{'phase':<8}{'signal':<16}{'corr':>7}{'bias':>7}{'noise':>7}")
-    for row in rows:
-        print(
-            f"{row['task']:<10}{row['phase']:<8}{row['signal']:<16}"
-            f"{row['corr']:>7.2f}{row['bias']:>7.1f}{row['noise']:>7.2f}"
-        )
-    headline = {
-        f"{name}_{phase}_corr": fmean(
-            row["corr"] for row in rows if (row["signal"], row["phase"]) == (name, phase)
-        )
-        for name in SIGNALS
-        for phase in PHASES
-    }
-    result = {
-        "headline": headline,
-        "settings": {**settings._asdict(), "replicas": N, "probe_batches": 3, "tail": 0.5},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            out.write_text(json.dumps(result_of(rows, settings, folder, device), indent=1) + "\n")
+    print(table(rows), flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"{'task':<10}{'phase':<8}{'signal':<16}{'corr':>7}{'bias':>7}{'noise':>7}"]
+    lines += [
+        f"{row['task']:<10}{row['phase']:<8}{row['signal']:<16}"
+        f"{row['corr']:>7.2f}{row['bias']:>7.1f}{row['noise']:>7.2f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def result_of(
+    rows: Sequence[Mapping[str, Any]], settings: Settings, folder: Path | None, device: torch.device
+) -> dict[str, Any]:
+    def mean(name: str, phase: str) -> float | None:
+        found = [row["corr"] for row in rows if (row["signal"], row["phase"]) == (name, phase)]
+        return fmean(found) if found else None
+
+    return {
+        "question": "which signal tells how a learning rate will end?",
+        "headline": {
+            name: {f"{phase}_corr": mean(name, phase) for phase in PHASES} for name in SIGNALS
+        },
+        "settings": {**settings._asdict(), "replicas": N, "probe_batches": PROBE_BATCHES},
+        "data": "scikit-learn" if folder is None else "tinyshakespeare, CIFAR-10",
+        "versions": {
+            "hdet": hdet.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "rows": rows,
+        "rows": list(rows),
     }
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

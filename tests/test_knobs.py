@@ -384,7 +384,7 @@ def test_the_record_tells_of_every_knob(tmp_path: Path) -> None:
         "weights", "biases", "weight_decay", "attention_temperature", "label_smoothing"
     ]  # fmt: skip
     assert told.rate_names == ["weights", "biases"]
-    assert told.settings["probe"] == {"num": None, "mode": "min", "tail": 0.0}
+    assert told.settings["probe"] == {"num": None, "mode": "min", "tail": 0.5}
     assert [knob["name"] for knob in told.settings["knobs"]][:2] == ["lr", "weight_decay"]
     for _, knob in told.knob("weight_decay"):
         assert len(set(knob.values)) == 2

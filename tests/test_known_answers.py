@@ -12,7 +12,7 @@ import hdet
 from benchmarks.knobs import train
 from benchmarks.problems import PROBLEMS, SIX, SPACES, Problem, off, ratio
 
-SHORT = {"weight decay": 40, "momentum": 40, "four learning rates": 30}
+SHORT = {"weight decay": 40, "momentum": 40, "four learning rates, noisy": 30}
 
 
 def problem_of(start: str) -> Problem:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
 from hdet.body import PARTS, Body
-from hdet.fingerprint import fingerprints
+from hdet.fingerprint import fingerprint, fingerprints
 from hdet.parameters import Parameters
 from hdet.replicas import ProcessReplicas
 from tests import toy
@@ -194,6 +194,15 @@ def test_a_fingerprint_sees_one_bit_and_one_place(dtype: torch.dtype) -> None:
     prints = fingerprints([values, values.clone(), changed, swapped]).tolist()
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
+
+
+def test_fingerprints_of_many_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1, 0, 7, 300_000, 2, 1000, 7, 20_000]
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+    tensors = [(torch.randn(n, generator=generator) * 9).to(k) for k in kinds for n in sizes]
+    tensors += [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.tensor(3)]
+    assert fingerprints(tensors).tolist() == [int(fingerprint(tensor)) for tensor in tensors]
 
 
 def test_a_fingerprint_tells_zero_from_minus_zero_and_knows_its_nans() -> None:

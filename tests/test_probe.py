@@ -81,7 +81,7 @@ class Run:
 
 def test_replicas_are_compared_by_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what each scores with its own weights, in eval mode, before the converge."""
-    run = Run(score)
+    run = Run(hdet.Probe(score, tail=0.0))
     seen: list[Any] = []
     steer = run.scheduler._steering.steer
 
@@ -185,7 +185,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
         return score(model)
 
     torch.manual_seed(5)
-    run = Run(hdet.Probe(look, tail=0.5), num=2, controller=None)
+    run = Run(look, num=2, controller=None)  # half of the cycle by default
     iterates: list[list[list[Tensor]]] = []
     add = run.scheduler._parameters.add_iterate
 

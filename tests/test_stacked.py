@@ -356,6 +356,17 @@ def test_dropout_in_a_loop_differs_too_and_the_first_batch_draws_no_more_than_ot
         assert torch.equal(after, torch.rand(1))
 
 
+@pytest.mark.parametrize("mode", ["vmap", "loop"])
+def test_compiled_dropout_takes_batches_of_every_size(mode: Any) -> None:
+    """The last batch of an epoch: torch would make its shape a symbol, which vmap cannot draw."""
+    ensemble = StackedReplicas(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5)), 2, mode=mode)
+    ensemble.compile(backend="aot_eager")
+    for num in (8, 6, 4):
+        losses = ensemble.losses(lambda model, x: model(x).square().mean(), torch.ones(num, 2))
+        losses.sum().backward()
+        assert losses[0] != losses[1]
+
+
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
 def test_parameters_frozen_in_mid_run_are_frozen_on_all_replicas(mode: Any, gradients: Any) -> None:

@@ -73,8 +73,9 @@ def test_every_way_is_the_same_run(name: str, gradients: str, compiled: bool) ->
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_half_precision_is_close(name: str, compiled: bool) -> None:
-    want = train(name, "shared", "loop", False, torch.float32)[0]
-    got = train(name, "shared", "auto", compiled, torch.bfloat16)[0]
+    # Few steps: BatchNorm on 8 images makes much of every rounding.
+    want = train(name, "shared", "loop", False, torch.float32, steps=3)[0]
+    got = train(name, "shared", "auto", compiled, torch.bfloat16, steps=3)[0]
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hdet.buckets import flatten
+from hdet.buckets import flatten, packed
 
 PARTS = ("moving", "still", "buffers", "state")
 """What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
@@ -113,7 +113,10 @@ class Body:
 
     def num_bad_buffers(self) -> Tensor:
         """How many elements of the buffers are not finite."""
-        counts = [(~tensor.isfinite()).sum() for tensor in self.divided(["buffers"], {})[0]]
+        buffers = [flatten(buffer) for buffer in self.divided(["buffers"], {})[0]]
+        groups = [[buffers[index] for index in members] for members in packed(buffers)]
+        joined = [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
+        counts = [(~together.isfinite()).sum() for together in joined]
         if not counts:
             # On the device: a zero from the host would make it wait.
             return torch.zeros((), dtype=torch.int64, device=self._device())

@@ -15,6 +15,9 @@ from torch import Tensor
 SLOTS = 4
 # Below this many bytes a message costs more than the two copies that packing costs.
 IN_PLACE_BYTES = 1 << 20
+# Below this many bytes a tensor is not worth the launches of a hash; so many are joined at most.
+SMALL_BYTES = 1 << 17
+JOINED_BYTES = 1 << 24
 
 
 class Bucket(NamedTuple):
@@ -136,6 +139,23 @@ def _fill(parts: list[Tensor], capacity: int) -> Iterator[list[Tensor]]:
         room -= part.numel()
     if group:
         yield group
+
+
+def packed(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Which tensors to join, by their index: small ones of a kind together, large ones alone."""
+    small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    room: dict[tuple[torch.device, torch.dtype], int] = {}
+    for index, tensor in enumerate(tensors):
+        kind = (tensor.device, tensor.dtype)
+        if not 0 < tensor.nbytes < SMALL_BYTES:
+            yield [index]
+            continue
+        if tensor.nbytes > room.get(kind, 0):
+            yield from filter(None, [small.pop(kind, [])])
+            room[kind] = JOINED_BYTES
+        small.setdefault(kind, []).append(index)
+        room[kind] -= tensor.nbytes
+    yield from small.values()
 
 
 def flatten(tensor: Tensor) -> Tensor:

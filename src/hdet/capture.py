@@ -4,12 +4,17 @@ N small replicas make N times as many launches as one model. Recorded once and r
 the host nothing, and replicas on streams of their own fill the device together.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+
+Run = Callable[[Any, Sequence[Tensor]], Tensor]
+Gradients = tuple[Tensor | None, ...]
 
 NUM_REHEARSALS = 3  # cuDNN, cuBLAS and the compiler choose their kernels in the first runs
 
@@ -17,23 +22,19 @@ NUM_REHEARSALS = 3  # cuDNN, cuBLAS and the compiler choose their kernels in the
 class Captured:
     """The losses of one kind of batch, replayed.
 
-    `run(batch)` gives the losses; `leaves` are what gradients are computed for. Everything else
-    that `run` reads or writes must stay where it is in memory.
+    `run(batch, leaves)` gives the losses; `leaves` are what gradients are computed for. Everything
+    else that `run` reads or writes must stay where it is in memory. Raises RuntimeError where it
+    cannot be captured.
     """
 
-    def __init__(self, run: Callable[[Any], Tensor], leaves: Sequence[Tensor], batch: Any) -> None:
+    def __init__(self, run: Run, leaves: Sequence[Tensor], batch: Any) -> None:
         self._batch = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, batch)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._generation = 0
-        pool = torch.cuda.graph_pool_handle()
-        self._rehearse(run)
+        self._rehearse(run, leaves)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward, pool=pool):
-            self.losses = run(self._batch)
-        self._seed = torch.ones_like(self.losses)
-        with torch.cuda.graph(self._backward, pool=pool):
-            self._gradients = self._differentiate(self.losses)
-        self.losses = self.losses.detach()
+        with _random_state_survives():
+            self.losses, self._gradients = self._record(run, leaves)
 
     def __call__(self, batch: Any) -> Tensor:
         """The losses of a batch like the one that was captured."""
@@ -46,6 +47,7 @@ class Captured:
 
     def replay_forward(self) -> int:
         self._generation += 1
+        self._keep_gradients()
         self._forward.replay()
         return self._generation
 
@@ -56,25 +58,76 @@ class Captured:
                 "activations of one batch. Accumulate with one backward for each batch."
             )
         self._seed.copy_(seed)
-        for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
-            # Gradients that are being accumulated still lie where the replay writes.
-            if gradient is not None and _lies_at(leaf.grad, gradient):
-                leaf.grad = leaf.grad.clone()  # type: ignore[union-attr]
+        self._keep_gradients()
         self._backward.replay()
         return [None if g is None else g.detach() for g in self._gradients]
 
-    def _rehearse(self, run: Callable[[Any], Tensor]) -> None:
+    def _keep_gradients(self) -> None:
+        """Gradients that are being accumulated lie where a replay writes, forward or backward."""
+        for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
+            if gradient is not None and _lies_at(leaf.grad, gradient):
+                leaf.grad = leaf.grad.clone()  # type: ignore[union-attr]
+
+    def _rehearse(self, run: Run, leaves: Sequence[Tensor]) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(NUM_REHEARSALS):
-                losses = run(self._batch)
-                self._seed = torch.ones_like(losses)
-                self._differentiate(losses)
+            for number in range(NUM_REHEARSALS):
+                # What waits for the device cannot be captured; better told now than in a capture.
+                with _no_waiting() if number == NUM_REHEARSALS - 1 else nullcontext():
+                    stand_ins = _stand_ins(leaves)
+                    losses = run(self._batch, stand_ins)
+                    self._seed = torch.ones_like(losses)
+                    self._differentiate(losses, stand_ins)
         torch.cuda.current_stream().wait_stream(side)
 
-    def _differentiate(self, losses: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(losses, self._leaves, self._seed, allow_unused=True)
+    def _record(self, run: Run, leaves: Sequence[Tensor]) -> tuple[Tensor, Gradients]:
+        pool = torch.cuda.graph_pool_handle()
+        stand_ins = _stand_ins(leaves)
+        with torch.cuda.graph(self._forward, pool=pool):
+            losses = run(self._batch, stand_ins)
+        self._seed = torch.ones_like(losses)
+        with torch.cuda.graph(self._backward, pool=pool):
+            gradients = self._differentiate(losses, stand_ins)
+        return losses.detach(), gradients
+
+    def _differentiate(self, losses: Tensor, leaves: Sequence[Tensor]) -> Gradients:
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        return torch.autograd.grad(losses, trained, self._seed, allow_unused=True)
+
+
+def _stand_ins(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory as leaves of their own.
+
+    A leaf that is still part of a graph from before ties the backward to the stream of that graph,
+    which breaks a capture.
+    """
+    return [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Inside, what would wait for the device is an error."""
+    kept = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(kept)
+
+
+@contextmanager
+def _random_state_survives() -> Iterator[None]:
+    """A capture that fails leaves the generator believing that it goes on."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    kept = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(kept)
+        raise
 
 
 def _lies_at(tensor: Tensor | None, other: Tensor) -> bool:

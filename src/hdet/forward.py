@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Forward:
         self._device = next(iter(weights.values())).device
         # As tensors, not as numbers: compiled code is the same for all replicas.
         self._replicas = torch.arange(len(modules), device=self._device)
-        self._compile: Callable[[Any], Any] | None = None
+        self._options: dict[str, Any] | None = None  # of torch.compile, if it is wanted
         self._functions: dict[Any, Any] = {}
         self._captured: dict[Any, Captured | None] = {}
         self._streams: list[Any] = []
@@ -62,7 +63,7 @@ class Forward:
 
     def compile(self, **options: Any) -> None:
         """Compile what is run; on CUDA also capture it, so that the host does not hold it up."""
-        self._compile = lambda function: torch.compile(function, **options)
+        self._options = options
         self._functions.clear()
         self._captured.clear()
 
@@ -72,12 +73,15 @@ class Forward:
         self.follow_the_model()
         if self.mode == "auto":
             if not (torch.is_grad_enabled() and self._modules[0].training):
-                return self._loop(function, parts)  # training decides, not an evaluation before it
+                # Training decides, not an evaluation before it.
+                return self._loop(function, parts, self._leaves())
             self.mode = self._choose(function, parts)
-        if self._compile is None or self._device.type != "cuda" or not torch.is_grad_enabled():
-            return self._run(function, parts)
+        if self._options is None or self._device.type != "cuda" or not torch.is_grad_enabled():
+            return self._run(function, parts, self._leaves())
         captured = self._capture(function, parts)
-        return self._run(function, parts) if captured is None else captured(parts)
+        if captured is None:
+            return self._run(function, parts, self._leaves())
+        return captured(parts)
 
     # Which way ---------------------------------------------------------------------------------
 
@@ -113,10 +117,11 @@ class Forward:
         return before != {name: id(buffer) for name, buffer in module.named_buffers()}
 
     def _rehearse(self, function: LossFunction, parts: Any) -> None:
-        losses = self._run(function, parts)
+        leaves = self._leaves()
+        losses = self._run(function, parts, leaves)
         if losses.requires_grad:
-            leaves = [leaf for leaf in self._leaves() if leaf.requires_grad]
-            torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.grad(losses.sum(), trained, allow_unused=True)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
@@ -132,75 +137,73 @@ class Forward:
 
     # How -----------------------------------------------------------------------------------------
 
-    def _run(self, function: LossFunction, parts: Any) -> Tensor:
+    def _run(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
         run = self._vmap if self.mode == "vmap" else self._loop
-        if self._compile is None:
-            return run(function, parts)
+        if self._options is None:
+            return run(function, parts, leaves)
         with warnings.catch_warnings():
             # torch's compiler warns of what it does itself to the tensors it is given.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
             warnings.filterwarnings("ignore", message=".*should not be instantiated")
-            return run(function, parts)
+            return run(function, parts, leaves)
 
     def _leaves(self) -> list[Tensor]:
-        """What gradients are computed for."""
+        """What gradients are computed for: replica after replica, or the first one's for all."""
         modules = self._modules[:1] if self.shares_gradients else self._modules
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def _vmap(self, function: LossFunction, parts: Any) -> Tensor:
-        leaves: Tensors = {}
-        weights = self._weights
+    def _vmap(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
+        shared: Tensors = {}
+        weights, names = self._weights, list(self._weights)
         if self.shares_gradients:
-            leaves = dict(self._modules[0].named_parameters())
+            shared = dict(zip(names, leaves, strict=True))
         else:
-            names = list(weights)
-            leaf_rows = [p for m in self._modules for p in m.parameters()]
-            joined = OwnGradients.apply(len(names), *weights.values(), *leaf_rows)
+            joined = OwnGradients.apply(len(names), *weights.values(), *leaves)
             weights = dict(zip(names, joined, strict=True))
         run = self._compiled(_vmapped)
         with safe_attention(self._device.type):
             losses: Tensor = run(
                 function,
                 self._modules[0],
-                leaves,
+                shared,
                 (weights, self._buffers, self._replicas),
                 parts,
                 self._device.type,
             )
         return losses
 
-    def _loop(self, function: LossFunction, parts: Any) -> Tensor:
+    def _loop(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
         run = self._compiled(_alone)
-        weights = self._weights_of_each()
+        weights = self._weights_of_each(leaves)
         streams = self._branches()
         losses = []
         for r, module in enumerate(self._modules):
             part = tree_map(lambda v, r=r: v[r] if _is_split(v) else v, parts)
             # A compiled function is made for one module; what the others have is handed to it.
-            ours = module if self._compile is None else self._modules[0]
+            ours = module if self._options is None else self._modules[0]
             buffers = {} if ours is module else {n: b[r] for n, b in self._buffers.items()}
             with streams(r):
                 losses.append(run(function, ours, (weights[r], buffers), self._replicas[r], part))
         streams(None)
         return torch.stack(losses)
 
-    def _weights_of_each(self) -> list[Tensors]:
-        names = list(self._weights)
-        if not self.shares_gradients:
-            return [dict(module.named_parameters()) for module in self._modules]
-        leaves = [*self._modules[0].parameters()]
-        rows = [stack[r] for r in range(len(self._modules)) for stack in self._weights.values()]
-        spread = SharedGradients.apply(len(names), *leaves, *rows)
+    def _weights_of_each(self, leaves: Sequence[Tensor]) -> list[Tensors]:
+        names, rows = list(self._weights), leaves
+        if self.shares_gradients:
+            own = [stack[r] for r in range(len(self._modules)) for stack in self._weights.values()]
+            rows = SharedGradients.apply(len(names), *leaves, *own)
         return [
-            dict(zip(names, spread[r * len(names) : (r + 1) * len(names)], strict=True))
+            dict(zip(names, rows[r * len(names) : (r + 1) * len(names)], strict=True))
             for r in range(len(self._modules))
         ]
 
     def _compiled(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if self._compile is None:
+        if self._options is None:
             return run
         if run not in self._functions:
-            self._functions[run] = self._compile(run)
+            # vmap draws random numbers of known shapes only: a new shape is compiled anew.
+            options: dict[str, Any] = {"dynamic": False} if run is _vmapped else {}
+            self._functions[run] = torch.compile(run, **(options | self._options))
         compiled: Callable[..., Tensor] = self._functions[run]
         return compiled
 
@@ -236,10 +239,11 @@ class Forward:
             torch.clear_autocast_cache()
         with self._undone(), _without_autocast_cache():
             try:
-                return Captured(lambda batch: self._run(function, batch), self._leaves(), parts)
+                run = partial(self._run, function)
+                return Captured(run, self._leaves(), parts)
             except RuntimeError as error:
-                torch.cuda.synchronize()
                 reason = str(error).strip().splitlines()[0]
+        self._captured.clear()  # the others would draw from a random state that nobody seeds
         warnings.warn(f"replicas run uncaptured, which is slower: {reason}", stacklevel=5)
         return None
 

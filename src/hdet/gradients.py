@@ -34,9 +34,8 @@ class SharedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        num_replicas = len(gradients) // ctx.num
-        means = [mean_gradient(gradients[i :: ctx.num]) for i in range(ctx.num)]
-        return None, *means, *([None] * num_replicas * ctx.num)
+        rows = [gradients[start : start + ctx.num] for start in range(0, len(gradients), ctx.num)]
+        return None, *mean_gradients(rows), *([None] * len(gradients))
 
 
 class OwnGradients(torch.autograd.Function):
@@ -55,12 +54,21 @@ class OwnGradients(torch.autograd.Function):
         return None, *([None] * ctx.num), *(gradient for row in rows for gradient in row)
 
 
-def mean_gradient(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum over the replicas that have a gradient, divided by the number of all of them."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return None
-    total = present[0]
-    for gradient in present[1:]:
-        total = total + gradient
-    return total / len(gradients)
+def mean_gradients(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """For each leaf: the sum over the replicas that have a gradient, divided by the number of all.
+
+    All leaves at once: small ones would cost a launch each, N times.
+    """
+    columns = [[g for g in column if g is not None] for column in zip(*rows, strict=True)]
+    used = {leaf: column[0] for leaf, column in enumerate(columns) if column}
+    if not used:
+        return [None] * len(columns)
+    filled = [
+        [torch.zeros_like(like) if (g := row[leaf]) is None else g for leaf, like in used.items()]
+        for row in rows
+    ]
+    totals = filled[0]
+    for gradients in filled[1:]:
+        totals = list(torch._foreach_add(totals, gradients))
+    means = dict(zip(used, torch._foreach_div(totals, len(rows)), strict=True))
+    return [means.get(leaf) for leaf in range(len(columns))]

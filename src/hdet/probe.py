@@ -30,8 +30,9 @@ class Probe:
     A score is one number, or a tensor with one for each batch or sample: the more there are, the
     better the uncertainty of the comparison is known. `batches` is a loader or a list, from which
     every cycle takes the next `num`; by default as many as cost 2 % of the cycle. `mode` says
-    whether a low or a high score is good. With `tail`, replicas are scored at the mean of their
-    weights over that last share of the cycle instead of where they happen to stand.
+    whether a low or a high score is good. Replicas are scored at the mean of their weights over the
+    last `tail` of the cycle, which tells better how they will end than where they happen to stand;
+    with 0 they are scored where they stand, and no mean is kept.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Probe:
         *,
         num: int | None = None,
         mode: Literal["min", "max"] = "min",
-        tail: float = 0.0,
+        tail: float = 0.5,
     ) -> None:
         if not callable(score):
             raise TypeError(
