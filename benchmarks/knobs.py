@@ -49,9 +49,13 @@ class Ended(NamedTuple):
 
 
 def train(
-    problem: Problem, seed: int, starts: Mapping[str, float], controller: Any | None
+    problem: Problem,
+    seed: int,
+    starts: Mapping[str, float],
+    controller: Any | None,
+    scout: hdet.Scout | None = None,
 ) -> Ended:
-    """One run; without a controller at fixed values."""
+    """One run; without a controller at fixed values, or at those that a scout finds."""
     torch.manual_seed(seed)
     task = problem.make(seed, starts)
     ensemble = hdet.StackedReplicas(task.model, N)
@@ -67,6 +71,7 @@ def train(
         knobs=knobs,
         probe=hdet.Probe(task.score, tail=task.tail),
         controller=controller,
+        scout=scout,
         gradients="local",
         sync_every=task.sync_every,
         total_steps=num_steps,
@@ -106,8 +111,9 @@ class Job(NamedTuple):
 def work(job: Job) -> Ended:
     torch.set_num_threads(1)
     problem = next(one for one in [*PROBLEMS, SIX] if one.name == job.problem)
-    controller = CONTROLLERS[job.controller] if job.controller else None
-    return train(problem, job.seed, dict(job.starts), controller)
+    scout = hdet.Scout() if job.controller == "scout" else None
+    controller = CONTROLLERS.get(job.controller) if job.controller else None
+    return train(problem, job.seed, dict(job.starts), controller, scout)
 
 
 def frozen(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
@@ -146,7 +152,7 @@ def rows_of(problem: Problem, seeds: Sequence[int], bench: Bench) -> Iterator[di
         best = bests[seed][place]
         for factor in problem.factors:
             start = {n: off(problem.space, v, factor) for n, v in best.items()}
-            for rule in CONTROLLERS:
+            for rule in rules_for(problem):
                 jobs.append(Job(problem.name, seed, frozen(start), rule))
                 about.append((seed, factor, rule, best, loss))
     for (seed, factor, rule, best, loss), ended in zip(
@@ -168,6 +174,11 @@ def rows_of(problem: Problem, seeds: Sequence[int], bench: Bench) -> Iterator[di
             "within_factor": all(1 / FACTOR <= r <= FACTOR for r in ratios.values()),
             "within_share": ended.loss <= loss * (1 + SHARE),
         }
+
+
+def rules_for(problem: Problem) -> list[str]:
+    """Where all knobs are learning rates, a scout is the third."""
+    return [*CONTROLLERS, "scout"] if problem.joint else list(CONTROLLERS)
 
 
 def known(problem: Problem, seed: int) -> list[dict[str, float]]:
@@ -297,6 +308,7 @@ def headline(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]
         "within_factor_1_5_share": share("tracker", "within_factor"),
         "paper_within_1pct_share": share("paper", "within_share"),
         "paper_within_factor_1_5_share": share("paper", "within_factor"),
+        "scout_within_1pct_share": share("scout", "within_share"),
         "six_within_factor_1_5_share": sum(bool(row["within_factor"]) for row in six)
         / max(len(six), 1),
         "dummy_drift_in_its_own_sigmas": drift_in_sigmas(six),
@@ -306,7 +318,7 @@ def headline(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]
 def show(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{'problem':<42}{'rule':<9}{'start':>6}  {'value / best':<24}{'loss / best':<20}")
     for problem in dict.fromkeys(row["problem"] for row in rows):
-        for rule in CONTROLLERS:
+        for rule in (*CONTROLLERS, "scout"):
             for start in (0.1, 10.0):
                 chosen = [
                     row

@@ -37,8 +37,8 @@ class Task:
     """The start value of each knob; learning rates are explored as factors of it."""
     judged_cycles: int = 1
     """Validation losses of so many last cycles are averaged, where single ones vary by chance."""
-    tail: float = 0.5
-    """Of the probe; none where the best value is the one for the weights as they stand."""
+    tail: float = 0.0
+    """Of the probe; most best values are those for the weights as they stand."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _quadratic_task(
     task = Task(
         model, optimizer, knobs, loss, batch, score, lambda model: float(score(model)), **more
     )
-    task.sync_every, task.judged_cycles, task.tail = QUADRATIC_CYCLE, 6, 0.0
+    task.sync_every, task.judged_cycles = QUADRATIC_CYCLE, 6
     return task
 
 
@@ -449,11 +449,12 @@ def transformer(seed: int, starts: Mapping[str, float]) -> Task:
         [hdet.lr(spread=0.5)],
         gpt_loss,
         # Every replica has batches of its own, as it would in data-parallel training.
-        lambda step, num: (some(tokens[:cut], 8 * num, generator(seed * 1_000_003 + step)),),
+        lambda step, num: (some(tokens[:cut], 4 * num, generator(seed * 1_000_003 + step)),),
         lambda model: chunks(losses(model)),
         lambda model: float(losses(model).mean()),
         starts={f"lr/{kind}": starts[f"lr/{kind}"] for kind in KINDS},
         judged_cycles=6,
+        tail=0.5,
     )
 
 
@@ -545,7 +546,6 @@ def six(seed: int, starts: Mapping[str, float]) -> Task:
         sync_every=QUADRATIC_CYCLE,
         starts=dict(starts),
         judged_cycles=6,
-        tail=0.0,
     )
 
 
@@ -584,5 +584,6 @@ PROBLEMS = [
         "log",
         grid=tuple(1.25e-4 * 2**place for place in range(9)),
         joint=True,
+        cycles=40,
     ),
 ]

@@ -344,7 +344,7 @@ def result_of(
     return {
         "question": "which signal tells how a learning rate will end?",
         "headline": {
-            name: {f"{phase}_corr": mean(name, phase) for phase in PHASES} for name in SIGNALS
+            f"{name}_{phase}_corr": mean(name, phase) for name in SIGNALS for phase in PHASES
         },
         "settings": {**settings._asdict(), "replicas": N, "probe_batches": PROBE_BATCHES},
         "data": "scikit-learn" if folder is None else "tinyshakespeare, CIFAR-10",

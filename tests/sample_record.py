@@ -42,10 +42,16 @@ class Sample:
     """Which replica is left out in which cycle."""
     reason: str | None = None
     note: str = "evaluated the consensus"
+    scouted: bool = False
 
     def lines(self, first: int = 0) -> Iterator[Line]:
         """From a cycle on: how a resumed run goes on."""
         yield self.start()
+        if self.scouted:
+            yield self.scout()
+            why = self.reason or "loss 9 after 3, above 4"
+            told = {"time": 1.7e9, "step": 2, "back_to": 1, "factor": 0.5, "reason": why}
+            yield {"event": "guard", **told}
         if first:
             yield {"event": "resume", "time": 1.7e9 + first, "step": first * self.sync_every}
         chance = random.Random(self.seed)
@@ -79,6 +85,23 @@ class Sample:
             "versions": {"python": "3.11.9", "torch": "2.13.0", "hdet": "0.1.0"},
             "replicas": {"kind": "StackedReplicas", "size": self.replicas},
             "device": "cpu",
+        }
+
+    def scout(self) -> Line:
+        scores = [5.5, 5.4, 5.0, 4.1, 3.5, 3.4, 90.0, None]
+        points = [
+            {"factor": 0.01 * 4**place, "score": score, "error": 0.01}
+            for place, score in enumerate(scores)
+        ]
+        return {
+            "event": "scout",
+            "time": 1.7e9,
+            "step": 12,
+            "points": points,
+            "peaks": dict.fromkeys(self.knobs, self.lr),
+            "found": 2.0,
+            "edge": 41.0,
+            "reason": self.reason or "the lowest that gains nearly as much as the best",
         }
 
     def cycle(self, cycle: int, scales: dict[str, float], chance: random.Random) -> Line:

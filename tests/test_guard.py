@@ -1,11 +1,11 @@
-"""Which replicas are fit."""
+"""Which replicas are fit, and what a spike is."""
 
 import math
 
 import pytest
 
 import hdet
-from hdet.guard import triage
+from hdet.guard import Guard, Watch, triage
 
 
 def test_a_replica_is_left_out_for_its_loss_or_its_weights() -> None:
@@ -17,3 +17,68 @@ def test_a_replica_is_left_out_for_its_loss_or_its_weights() -> None:
 def test_when_none_is_left_the_error_says_so() -> None:
     with pytest.raises(hdet.ReplicasLost, match=r"no replica is left at step 7 .*replica 1: loss"):
         triage([math.nan, math.nan], [True, True], step=7)
+
+
+def watch_of(losses: list[float], **options: float) -> Watch:
+    watch = Watch(Guard(**options))  # type: ignore[arg-type]
+    watch.begin(losses[0])
+    for loss in losses:
+        assert watch.spiked(loss) is None
+    return watch
+
+
+FALLING = [5.0, 4.0, 3.4, 3.0, 2.8, 2.7, 2.6, 2.55, 2.5]
+
+
+@pytest.mark.parametrize("loss", [2.45, 2.6, 3.0])
+def test_what_lies_within_the_ordinary_is_no_spike(loss: float) -> None:
+    assert watch_of(FALLING).spiked(loss) is None
+
+
+@pytest.mark.parametrize("loss", [3.6, 20.0, math.nan, math.inf])
+def test_a_loss_that_gives_back_much_of_the_gain_is_one(loss: float) -> None:
+    watch = watch_of(FALLING)
+    assert "loss" in (watch.spiked(loss) or "")
+    assert watch.in_a_row == 1
+
+
+def test_a_noisy_loss_needs_more_to_be_a_spike() -> None:
+    calm, noisy = watch_of([5.0, *[2.0, 2.1] * 8]), watch_of([5.0, *[2.0, 2.8] * 8])
+    assert calm.spiked(3.5) is not None
+    assert noisy.spiked(3.5) is None
+
+
+def test_only_differences_count() -> None:
+    for shift in (-100.0, 0.0, 100.0):
+        watch = watch_of([loss + shift for loss in FALLING])
+        assert watch.spiked(2.6 + shift) is None
+        assert watch.spiked(3.6 + shift) is not None
+
+
+def test_a_first_cycle_is_compared_with_the_first_loss() -> None:
+    watch = Watch(Guard())
+    watch.begin(5.0)
+    assert watch.spiked(5.5) is None
+    watch = Watch(Guard())
+    watch.begin(5.0)
+    assert watch.spiked(50.0) is not None
+
+
+def test_each_time_in_a_row_it_steps_in_harder_and_a_good_cycle_ends_the_row() -> None:
+    watch = watch_of(FALLING, retries=2)
+    factors = []
+    for _ in range(3):
+        watch.spiked(90.0)
+        factors.append(watch.factor())
+    assert factors == [0.5, 0.25, 0.125]
+    assert watch.gives_up
+    assert watch.spiked(2.5) is None
+    assert not watch.gives_up
+
+
+def test_it_can_be_saved() -> None:
+    watch, other = watch_of(FALLING), Watch(Guard())
+    watch.spiked(90.0)
+    other.load_state_dict(watch.state_dict())
+    assert other.state_dict() == watch.state_dict()
+    assert other.spiked(3.6) is not None

@@ -84,6 +84,13 @@ def test_a_record_from_before_times_and_distances(tmp_path: Path) -> None:
     assert told.cycles[0].converge.seconds is None
 
 
+def test_a_scout_is_read(tmp_path: Path) -> None:
+    told = read(write_sample(tmp_path, cycles=2, scouted=True)).scouted
+    assert told is not None
+    assert (told.step, told.found, told.scores[-1]) == (12, 2.0, None)
+    assert told.factors[:2] == (0.01, 0.04)
+
+
 def test_what_a_resume_supersedes_is_dropped_and_counted(tmp_path: Path) -> None:
     note = {"event": "note", "step": 30, "text": "gone", "measures": {}}
     lines = [

@@ -171,6 +171,24 @@ def test_every_knob_is_shown_with_what_it_did_to_the_loss(tmp_path: Path) -> Non
         graph_objects.Figure(figure["data"], figure["layout"])
 
 
+def test_what_a_scout_saw_is_drawn(tmp_path: Path) -> None:
+    one = write_sample(tmp_path / "a", cycles=3, knobs=("all",), scouted=True, lr=1e-3)
+    page = page_of(one)
+    (plot,) = [p for p in plots_of(page) if p["data"][0]["name"] == "score"]
+    assert plot["data"][0]["x"][:2] == pytest.approx([1e-5, 4e-5])
+    assert plot["data"][0]["y"][-1] == 90.0
+    assert plot["layout"]["shapes"][0]["x0"] == pytest.approx(2e-3)
+    body = body_of(page)
+    assert "What the scout saw" in body
+    assert "1 of them lie above the frame. At 0.164 nothing finite was left." in body
+    assert "Chosen: 2e-3, the lowest that gains nearly as much as the best." in body
+    assert "taken back to its last good weights" in body
+    assert "loss 9 after 3, above 4" in body
+    several = page_of(write_sample(tmp_path / "b", cycles=3, scouted=True))
+    assert "times the given learning rate" in several
+    graph_objects.Figure(painted({"data": plot["data"], "layout": plot["layout"]}))
+
+
 def test_one_replica_and_no_exclusion(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", replicas=1, held_out=False, knobs=["all"]))
     assert "No replica was excluded." in body_of(page)
@@ -292,7 +310,7 @@ def test_a_record_with_nonsense_in_it_still_makes_a_page(
     for trial in range(200):
         lines = [
             {name: damaged(value) for name, value in line.items()}
-            for line in Sample(cycles=6, excluded={2: 1}).lines()
+            for line in Sample(cycles=6, excluded={2: 1}, scouted=True).lines()
         ]
         told = read(write_lines(tmp_path / str(trial), lines))
         kept += len(told.cycles)

@@ -8,7 +8,7 @@ of the replicas' weights.
 
 from hdet.controller import PaperController
 from hdet.dials import Dial
-from hdet.guard import ReplicasLost
+from hdet.guard import Guard, ReplicasLost
 from hdet.knobs import (
     Knob,
     attention_temperature,
@@ -27,6 +27,7 @@ from hdet.probe import Probe
 from hdet.replay import Replay
 from hdet.replicas import ProcessReplicas
 from hdet.scheduler import HDET
+from hdet.scout import Scout
 from hdet.stacked import StackedReplicas
 from hdet.tracker import Tracker
 from hdet.version import __version__
@@ -34,6 +35,7 @@ from hdet.version import __version__
 __all__ = [
     "HDET",
     "Dial",
+    "Guard",
     "Knob",
     "OneCycleHDET",
     "PaperController",
@@ -41,6 +43,7 @@ __all__ = [
     "ProcessReplicas",
     "Replay",
     "ReplicasLost",
+    "Scout",
     "StackedReplicas",
     "Tracker",
     "__version__",

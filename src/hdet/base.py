@@ -44,6 +44,15 @@ class Base:
         return total if isinstance(total, int) else None
 
     @property
+    def peaks(self) -> list[float]:
+        """The learning rates that the user gave: where the schedule is highest."""
+        highest = getattr(self.schedule, "max_lrs", None)  # CyclicLR's
+        if highest is not None:
+            return [float(lr) for lr in highest]
+        entries = self.optimizer.param_groups
+        return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
+
+    @property
     def step(self) -> int:
         """The step of the run this schedule is at."""
         return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)

@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
+from torch import nn
+from torch.optim import Adagrad
+
+from hdet.base import Base
 from hdet.controller import Controller, PaperController
 from hdet.design import DESIGNS
+from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.parameters import Parameters
 from hdet.probe import Probe
 from hdet.replicas import Replicas
+from hdet.scout import Scout
 from hdet.steering import Steering
 from hdet.validation import check_choice, check_integer, check_range
 
@@ -37,6 +43,8 @@ class Settings:
     seed: int
     knobs: tuple[Any, ...] = (LearningRate(),)
     probe: Probe | None = None
+    scout: Scout | None = None
+    guard: Guard | None = None
     design: str | None = None
     """Who explores what; by default the paper's permutations for its controller."""
 
@@ -60,6 +68,10 @@ class Settings:
                 "`controller` must be a controller such as hdet.PaperController() or None, "
                 f"got {self.controller!r}."
             )
+        if self.scout is not None and not isinstance(self.scout, Scout):
+            raise TypeError(f"`scout` must be hdet.Scout() or None, got {self.scout!r}.")
+        if self.guard is not None and not isinstance(self.guard, Guard):
+            raise TypeError(f"`guard` must be hdet.Guard() or None, got {self.guard!r}.")
         if self.total_steps is not None:
             check_integer("total_steps", self.total_steps, at_least=1)
             if self.controller is not None and self.controller.warmup_steps >= self.total_steps:
@@ -99,8 +111,53 @@ def plain(settings: Settings) -> dict[str, Any]:
         own = asdict(controller) if is_dataclass(controller) else vars(controller)
         entries["controller"] = {"kind": type(controller).__name__, **own}
     entries["knobs"] = [knob.describe() for knob in settings.knobs]
+    for name in ("scout", "guard"):
+        entries[name] = None if entries[name] is None else asdict(entries[name])
     entries["probe"] = None if settings.probe is None else settings.probe.describe()
     return entries
+
+
+def check_together(
+    settings: Settings, base: Base, replicas: Replicas, model: nn.Module | None
+) -> None:
+    """Settings that do not go with each other, with the schedule or with the model."""
+    if settings.gradients == "local" and model is None:
+        raise ValueError("`gradients='local'` needs `model=`, got None.")
+    if settings.probe is not None and None in replicas.modules(model):
+        raise ValueError("`probe` needs `model=`, got None.")
+    if settings.optimizer_state == "reset" and isinstance(base.optimizer, Adagrad):
+        raise ValueError(
+            "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
+            "in its constructor, got 'reset'."
+        )
+    if settings.scout is not None:
+        _check_scout(settings, base, model)
+    rates = any(isinstance(knob, LearningRate) for knob in settings.knobs)
+    for name in ("scout", "guard"):
+        if getattr(settings, name) is not None and not rates:
+            raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
+    total, limit = settings.total_steps, base.total_steps
+    if total is not None and limit is not None and total > limit:
+        raise ValueError(
+            f"`total_steps` must be at most that of the base schedule ({limit}), got {total}."
+        )
+    if total is not None and settings.sync_every > total and replicas.size > 1:
+        warnings.warn(
+            f"`sync_every` ({settings.sync_every}) is longer than the run ({total} "
+            "steps): replicas converge once, at its end, and the scale is never moved.",
+            stacklevel=5,
+        )
+
+
+def _check_scout(settings: Settings, base: Base, model: nn.Module | None) -> None:
+    if model is None:
+        raise ValueError("`scout` needs `model=`, got None.")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
+            "`scout` must be None with SyncBatchNorm, which mixes what replicas compute, got one."
+        )
+    if base.wants_metric:
+        raise ValueError("`scout` must be None under ReduceLROnPlateau, got one.")
 
 
 def check_knobs(

@@ -173,7 +173,7 @@ def _alone(values: Sequence[float | None]) -> list[bool]:
 def axis(title: str, values: Iterable[float | None] = (), **more: Any) -> dict[str, Any]:
     values = known(values)
     is_log = needs_log(values)
-    if values and min(values) == max(values) > 0:
+    if values and 0 < min(values) == max(values) < 1e300:
         # Around a constant plotly would draw from minus one to one, whatever its size.
         more = {"range": [0, 2 * values[0]], **more}
     if is_log and max(values) / min(values) < 1000:

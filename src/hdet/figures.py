@@ -1,5 +1,6 @@
 """The plots of a report: what of a history is drawn, on which axes, in which words."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -245,6 +246,74 @@ def blocks(points: Sequence[tuple[int, float]], length: int) -> list[tuple[int, 
     """
     parts = [points[start : start + length] for start in range(0, len(points), length)]
     return [(part[-1][0], mean([value for _, value in part])) for part in parts]
+
+
+def scout(history: History) -> Plot | None:
+    """What a few steps came to at every learning rate that was tried."""
+    seen = history.scouted
+    if seen is None:
+        return None
+    given = known(seen.peaks.values())
+    unit = given[0] if len(seen.peaks) == 1 and given and given[0] > 0 else None
+    tried = [
+        (rate, score)
+        for factor, score in zip(seen.factors, seen.scores, strict=True)
+        if factor is not None and 0 < (rate := factor * (unit or 1.0)) < math.inf
+    ]
+    points = [(rate, score) for rate, score in sorted(tried, key=_first) if score is not None]
+    if len(points) < 2:
+        return None
+    rates, scores = [rate for rate, _ in points], [score for _, score in points]
+    # The lowest has hardly moved; what is far worse than that would flatten everything else.
+    top = min(scores[0] + 0.6 * (scores[0] - min(scores)), max(scores))
+    trace: Trace = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "score",
+        "x": [rounded(rate) for rate in rates],
+        "y": [rounded(score) for score in scores],
+        "hovertemplate": "%{x:.3~g}: %{y:.4~g}<extra></extra>",
+        **look(0, 2.2),
+    }
+    caption = "Every point is a replica that trained alone for a few steps; lower is better."
+    above = sum(score > top for score in scores)
+    if above:
+        caption += f" {above} of them lie above the frame."
+    if lost := [rate for rate, score in tried if score is None]:
+        caption += f" At {brief(min(lost))} nothing finite was left."
+    found = None if seen.found is None else seen.found * (unit or 1.0)
+    if found is not None:
+        caption += f" Chosen: {brief(found)}, {shortened(seen.reason, 120)}."
+    layout = layout_of(
+        axis("score", **_frame(min(scores), top)),
+        [history],
+        showlegend=False,
+        hovermode="closest",
+        xaxis=axis(
+            "learning rate" if unit else "times the given learning rate",
+            rates,
+            showline=True,
+            ticks="outside",
+        ),
+        shapes=[_upright(chosen)] if (chosen := rounded(found)) else [],
+    )
+    return Plot("What the scout saw", caption, [trace], layout)
+
+
+def _first(pair: tuple[float, float | None]) -> float:
+    return pair[0]
+
+
+def _frame(low: float, high: float) -> dict[str, Any]:
+    margin = 0.08 * (high - low)
+    ends = [low - margin, high + margin]
+    return {"range": ends} if margin > 0 and all(map(math.isfinite, ends)) else {}
+
+
+def _upright(rate: float) -> dict[str, Any]:
+    line = {"color": "@c2", "width": 2, "dash": "dash"}
+    ends = {"x0": rate, "x1": rate, "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
+    return {"type": "line", "layer": "below", "line": line, **ends}
 
 
 def scales(history: History) -> Plot | None:

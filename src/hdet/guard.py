@@ -1,8 +1,20 @@
-"""Which replicas are fit to be averaged and compared. Plain Python, the same on every process."""
+"""Which replicas are fit to be averaged, and when the run is taken back to its last good weights.
+
+Plain Python, the same on every process.
+"""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from hdet.validation import check_flag, check_integer, check_positive, check_range
+
+RECENT = 3
+"""The level of the loss is the median of so many good cycles."""
+MEMORY = 20
+"""So many good cycles tell how much the loss varies from one to the next."""
 
 
 class ReplicasLost(RuntimeError):
@@ -41,3 +53,91 @@ def _obituary(excluded: dict[int, str], step: int) -> str:
         "lower learning rate. With shared gradients one non-finite gradient reaches all replicas "
         "at once; gradient clipping or torch.amp.GradScaler stops it."
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """Takes a run back to its last good weights when its loss spikes, and lowers the scale.
+
+    The consensus is judged at the end of every cycle by the mean training loss of its replicas.
+    The data is not repeated: the run goes on with the next batch, at a lower learning rate.
+    """
+
+    deviations: float = 6.0
+    """A spike is so many robust standard deviations above the last good cycles ..."""
+    share: float = 0.25
+    """... and gives back this share of all that was gained so far."""
+    lower: float = 0.5
+    """What the scale is multiplied by; twice if the next cycle spikes too, and so on."""
+    retries: int = 8
+    """In a row, before the run is stopped."""
+    offload: bool = False
+    """Whether the good weights are kept in the memory of the host."""
+
+    def __post_init__(self) -> None:
+        check_positive("deviations", self.deviations)
+        check_positive("share", self.share)
+        check_range("lower", self.lower, least=1e-6, below=1)
+        check_integer("retries", self.retries, at_least=1)
+        check_flag("offload", self.offload)
+
+
+class Watch:
+    """What a guard remembers: the losses of good cycles, and how often it had to step in."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._good: list[float] = []
+        self._first: float | None = None
+        self.in_a_row = 0
+
+    def begin(self, loss: float | None) -> None:
+        """The loss before the first step: what a first cycle is compared with."""
+        if self._first is None and loss is not None and math.isfinite(loss):
+            self._first = loss
+
+    def spiked(self, loss: float | None) -> str | None:
+        """Why a cycle is not good, if it is not; a good one is remembered."""
+        if loss is None:
+            return None  # nothing was observed: nothing can be said
+        reason = self._reason(loss)
+        if reason is None:
+            self._good = [*self._good, loss][-MEMORY:]
+            self._first = loss if self._first is None else self._first
+            self.in_a_row = 0
+        else:
+            self.in_a_row += 1
+        return reason
+
+    def _reason(self, loss: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"loss is {loss}"
+        if self._first is None:
+            return None
+        level = median(self._good[-RECENT:]) if self._good else self._first
+        gained = max(self._first - min(self._good, default=self._first), 0.0)
+        limit = level + max(self._guard.deviations * self._deviation(), self._guard.share * gained)
+        if loss <= limit or (not gained and loss <= level + abs(level) * self._guard.share):
+            return None
+        return f"loss {loss:.4g} after {level:.4g}, above {limit:.4g}"
+
+    def _deviation(self) -> float:
+        """How far a cycle lies from the line between its neighbours: the fall is no noise."""
+        triples = zip(self._good, self._good[1:], self._good[2:], strict=False)
+        misses = [abs(b - (a + c) / 2) for a, b, c in triples]
+        return 1.4826 * median(misses) / math.sqrt(1.5) if misses else 0.0
+
+    def factor(self) -> float:
+        """What the scale is multiplied by now."""
+        return float(self._guard.lower**self.in_a_row)
+
+    @property
+    def gives_up(self) -> bool:
+        return self.in_a_row > self._guard.retries
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"good": list(self._good), "first": self._first, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._good, self._first = list(state["good"]), state["first"]
+        self.in_a_row = state["in_a_row"]

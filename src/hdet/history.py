@@ -89,6 +89,30 @@ class Note(NamedTuple):
     measures: Mapping[str, float | None]
 
 
+class Scouted(NamedTuple):
+    """What a scout has seen when a round was over, and what it found."""
+
+    step: int
+    factors: Numbers
+    """In units of the learning rate that was given."""
+    scores: Numbers
+    """Lower is better; none for what was lost."""
+    peaks: Mapping[str, float | None]
+    """The learning rate that was given, for each group."""
+    found: float | None
+    reason: str
+
+
+class Rollback(NamedTuple):
+    """A guard has taken the run back to its last good weights."""
+
+    step: int
+    back_to: int
+    factor: float | None
+    """What the learning rates were multiplied by."""
+    reason: str
+
+
 class Start(NamedTuple):
     """One beginning of the run: the first, or one that a resume followed."""
 
@@ -118,6 +142,8 @@ class History:
     converges: tuple[Converge, ...] = ()
     """Those on demand, between the cycles."""
     notes: tuple[Note, ...] = ()
+    scouted: Scouted | None = None
+    rollbacks: tuple[Rollback, ...] = ()
     damaged: tuple[Damage, ...] = ()
     dropped: int = 0
     """Lines of an abandoned branch: the run was resumed from a step before them."""
@@ -129,7 +155,7 @@ class History:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.starts or self.cycles or self.converges or self.notes)
+        return not (self.starts or self.cycles or self.converges or self.notes or self.scouted)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -226,6 +252,8 @@ class _Reading:
     cycles: list[Cycle] = field(default_factory=list)
     converges: list[Converge] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    scouted: Scouted | None = None
+    rollbacks: list[Rollback] = field(default_factory=list)
     damaged: list[Damage] = field(default_factory=list)
     dropped: int = 0
 
@@ -262,6 +290,10 @@ class _Reading:
             case "note":
                 # A note may be of an earlier step: a person's remark on what was seen.
                 bisect.insort(self.notes, _note(event), key=lambda note: note.step)
+            case "scout":
+                self.scouted = _scouted(event)
+            case "guard":
+                self.rollbacks.append(_rollback(event))
             case None:
                 raise ValueError("no event")
 
@@ -270,6 +302,9 @@ class _Reading:
         _cut(self.cycles, after if cycles_after is None else cycles_after)
         _cut(self.converges, after)
         _cut(self.notes, after)
+        _cut(self.rollbacks, after)
+        if self.scouted is not None and self.scouted.step > after:
+            self.scouted = None
         self.dropped += before - len(self.cycles) - len(self.converges) - len(self.notes)
         self.resumes = [step for step in self.resumes if step <= after]
 
@@ -281,6 +316,8 @@ class _Reading:
             cycles=tuple(self.cycles),
             converges=tuple(self.converges),
             notes=tuple(self.notes),
+            scouted=self.scouted,
+            rollbacks=tuple(self.rollbacks),
             damaged=tuple(self.damaged),
             dropped=self.dropped,
         )
@@ -423,6 +460,28 @@ def _note(event: Mapping[str, Any]) -> Note:
         time=_number(event, "time"),
         text=_text(event, "text"),
         measures={name: _number(measures, name) for name in measures},
+    )
+
+
+def _scouted(event: Mapping[str, Any]) -> Scouted:
+    points = _each(event, "points", lambda e: (_number(e, "factor"), _number(e, "score")))
+    peaks = _table(event, "peaks")
+    return Scouted(
+        step=_whole(event, "step"),
+        factors=tuple(factor for factor, _ in points),
+        scores=tuple(score for _, score in points),
+        peaks={name: _number(peaks, name) for name in peaks},
+        found=_number(event, "found"),
+        reason=_text(event, "reason"),
+    )
+
+
+def _rollback(event: Mapping[str, Any]) -> Rollback:
+    return Rollback(
+        step=_whole(event, "step"),
+        back_to=_whole(event, "back_to"),
+        factor=_number(event, "factor"),
+        reason=_text(event, "reason"),
     )
 
 

@@ -18,6 +18,7 @@ class LossSignal:
         self._num_local = num_local
         self._sums: Tensor | None = None
         self._jumps: Tensor | None = None
+        self._first: Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -42,6 +43,7 @@ class LossSignal:
             )
         exact = torch.float32 if values.device.type == "mps" else torch.float64
         values = values.reshape(-1).to(exact)
+        self._first = values if self._first is None else self._first
         self._sums = _on(values.device, self._sums, values)
         self._jumps = _on(values.device, self._jumps, values)
         self._sums.add_(values, alpha=weight)
@@ -50,6 +52,12 @@ class LossSignal:
         self._last = values
         self._weight += weight
         self.num_observed += 1
+
+    def first(self) -> Tensor:
+        """The first loss of the run, for each local replica: that of the weights it began with."""
+        if self._first is None:
+            return torch.full((self._num_local,), math.nan, dtype=torch.float64)
+        return self._first
 
     def rows(self) -> Tensor:
         """For each local replica: mean loss (0 if there was none), number of observations, and

@@ -12,10 +12,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet.base import Base
 from hdet.controller import PaperController
 from hdet.door import Settings
+from hdet.guard import Guard
 from hdet.knobs import LearningRate, flattened
 from hdet.probe import Probe, as_probe
 from hdet.replicas import Replicas
 from hdet.scheduler import HDET
+from hdet.scout import Scout
 from hdet.steering import Cycle
 from hdet.validation import check_flag, check_positive
 
@@ -56,6 +58,8 @@ class OneCycleHDET(HDET):
         step_size: float = 0.5,
         knobs: Sequence[Any] | None = None,
         probe: Probe | Callable[[Any], Any] | None = None,
+        scout: Scout | None = None,
+        guard: Guard | None = None,
         gradients: Literal["shared", "local"] = "shared",
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
         replicas: Replicas | None = None,
@@ -105,6 +109,8 @@ class OneCycleHDET(HDET):
                 seed=seed,
                 knobs=(LearningRate(),) if knobs is None else tuple(flattened(knobs)),
                 probe=as_probe(probe),
+                scout=scout,
+                guard=guard,
             )
             return base, settings
 

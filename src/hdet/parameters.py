@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.body import Agreed, Body
+from hdet.body import PARTS, Agreed, Body
 from hdet.fingerprint import fingerprint, fingerprints
 from hdet.replicas import Replicas, local_replicas
+from hdet.snapshot import Snapshot, restore, take
 from hdet.validation import check_integer, check_range
 
 _PERTURBED = "_hdet_perturbed"
@@ -147,6 +148,33 @@ class Parameters:
         finally:
             for tensor, own in zip(everything, kept, strict=True):
                 tensor.copy_(own)
+
+    # Taken back ----------------------------------------------------------------------------------
+
+    def snapshot(self, *, offload: bool = False) -> Snapshot:
+        """Everything that training changes, of all local replicas, and the random states."""
+        self.refresh()
+        return take(self._bodies, offload=offload)
+
+    def restore_(self, snapshot: Snapshot, *, draws: bool = True) -> None:
+        self.refresh()
+        restore(snapshot, self._bodies, draws=draws)
+
+    def follow_(self, source: int, targets: Sequence[int]) -> None:
+        """Replicas take the weights, buffers and optimizer state of one."""
+        rows = [[t for part in PARTS[:-1] for t in body.part(part)] for body in self._bodies]
+        self._replicas.copy_(rows, source, targets)
+        self.reseed_state_(source, targets)
+
+    @contextmanager
+    def visit_snapshot(self, snapshot: Snapshot) -> Iterator[None]:
+        """What was kept inside, every replica's own tensors again after it."""
+        own = self.snapshot()
+        self.restore_(snapshot)
+        try:
+            yield
+        finally:
+            self.restore_(own)
 
     # Averaged iterates -------------------------------------------------------------------------
 

@@ -136,11 +136,19 @@ def as_probe(probe: Any) -> Probe | None:
 
 @torch.no_grad()
 def score_replicas(
-    probe: Probe, modules: Sequence[nn.Module], *, sync_every: int, cycle: int, seed: int
+    probe: Probe,
+    modules: Sequence[nn.Module],
+    *,
+    sync_every: int,
+    cycle: int,
+    seed: int,
+    fresh: bool = False,
 ) -> Tensor:
     """Every replica of this process scores the same batches. Leaves no trace in the run.
 
     One row for each: its scores, lower is better, padded with nan, then which batches it saw.
+    Replicas that are `fresh` have trained for a few steps only: their running statistics do not
+    tell anything yet, and normalisation takes those of the batch.
     """
     device = next(iter(modules[0].parameters())).device
     rows = []
@@ -150,12 +158,24 @@ def score_replicas(
             who = (
                 nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
             )
-            with who, evaluating(module) as bare, _same_draws(device, seed, cycle):
+            with who, evaluating(module, fresh) as bare, _same_draws(device, seed, cycle):
+                if fresh and not _is_finite(bare):
+                    # What a lost replica would make of the batches is anybody's guess.
+                    rows.append(_lost_row(device))
+                    continue
                 seen = Seen(bare)
                 scores = _scores(probe, seen, batches)
                 seen.check()
                 rows.append(_row(scores, probe.mode, seen, device))
     return torch.stack(rows)
+
+
+def _is_finite(module: nn.Module) -> bool:
+    return all(bool(p.detach().isfinite().all()) for p in module.parameters())
+
+
+def _lost_row(device: torch.device) -> Tensor:
+    return torch.full((MOST_SCORES + WORDS,), math.inf, device=device, dtype=torch.float64)
 
 
 def _scores(probe: Probe, model: "Seen", batches: list[Any] | None) -> Tensor:
@@ -213,17 +233,28 @@ class Seen:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside, a module is in eval mode, and bare: DDP would broadcast its buffers."""
+def evaluating(module: nn.Module, fresh: bool = False) -> Iterator[nn.Module]:
+    """Inside, a module is in eval mode, and bare: DDP would broadcast its buffers.
+
+    If it is `fresh`, normalisation takes the statistics of each batch, and keeps none of them.
+    """
     bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
     parts = list(bare.modules())
     flags = [part.training for part in parts]
+    kind = nn.modules.batchnorm._NormBase
+    normalising = [p for p in parts if fresh and p.training and isinstance(p, kind)]
     bare.eval()
+    kept = [[buffer.clone() for buffer in part.buffers()] for part in normalising]
+    for part in normalising:
+        part.train()
     try:
         yield bare
     finally:
         for part, flag in zip(parts, flags, strict=True):
             part.training = flag
+        for part, buffers in zip(normalising, kept, strict=True):
+            for buffer, own in zip(part.buffers(), buffers, strict=True):
+                buffer.copy_(own)
 
 
 @contextmanager

@@ -207,6 +207,8 @@ class ProcessReplicas:
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
         wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        if not shared and any(module.static_graph for module in wrapped):
+            raise ValueError("gradients cannot be local under DDP(static_graph=True).")
         for module in wrapped:
             # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
             module.require_backward_grad_sync = shared

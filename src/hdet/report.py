@@ -132,6 +132,8 @@ def _details(sheet: Sheet, history: History) -> str:
     sections = [_notices(history)]
     if not history.is_empty:
         sections.append(tiles(_facts(history)))
+    sections.append(_section("Guard", _rollbacks(history)))
+    sections.append(_section("Scout", sheet.grid([figures.scout(history)])))
     if history.cycles or history.notes:
         sections += [
             _section("Losses", sheet.grid([figures.losses(history)]) or _none("No loss recorded.")),
@@ -298,6 +300,14 @@ def _replicas(sheet: Sheet, history: History) -> str:
     ]
     excluded = "" if history.excluded else _none("No replica was excluded.")
     return sheet.grid(plots, excluded)
+
+
+def _rollbacks(history: History) -> str:
+    if not history.rollbacks:
+        return ""
+    rows = [(f"{r.step:,}", f"{r.back_to:,}", brief(r.factor), r.reason) for r in history.rollbacks]
+    about = "Where the loss spiked, and the run was taken back to its last good weights."
+    return table(about, ["step", "back to", "learning rates times", "why"], rows, numbers_from=None)
 
 
 def _tables(history: History) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ class RollCall(NamedTuple):
     """What is known to be equal on all replicas, bit for bit."""
     states_match: bool
     """Whether the optimizer states have the same size everywhere, so that they can be averaged."""
+    first_loss: float | None = None
+    """The mean loss of the very first step; none if it was not finite."""
     scores: list[list[float]] | None = None
     """What a probe found, lower is better, one for each of its batches; none without a probe."""
 
@@ -69,6 +72,7 @@ def roll_call(
         column(parameters.are_finite(with_state=with_state)),
         column(parameters.num_bad_buffers()),
         torch.stack([rows.new_full((), size) for size in sizes]),
+        column(signal.first()),
     ]
     prints = {part: parameters.fingerprints(part) for part in compare}
     for values in prints.values():
@@ -88,28 +92,39 @@ def roll_call(
         errors=[row[3] if row[2] > 1 and math.isfinite(row[3]) else None for row in table],
         distances=[row[0] if math.isfinite(row[0]) else None for row in table],
         finite=[bool(row[5]) and row[6] == least_bad for row in table],
-        agreed=_compare([row[8:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
+        agreed=_compare([row[9:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
         states_match=len({row[7] for row in table}) == 1,
+        first_loss=fmean(firsts)
+        if (firsts := [r[8] for r in table if math.isfinite(r[8])])
+        else None,
         scores=None if probed is None else _scores([line[-scored.shape[1] :] for line in lines]),
     )
 
 
+def _mean_of_finite(values: list[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else None
+
+
 def _scores(rows: list[list[float]]) -> list[list[float]]:
-    """One list for each replica, if all of them have scored the same."""
-    seen = [tuple(row[-WORDS:]) for row in rows]
-    if len(set(seen)) > 1:
-        odd = next(replica for replica, words in enumerate(seen) if words != seen[0])
-        raise ValueError(
-            "`probe` must score the same batches on all replicas, got different ones on replicas "
-            f"0 and {odd}: fix the order of its loader, or keep the batches in a list."
-        )
+    """One list for each replica, if all of them have scored the same; none that is lost did."""
+    seen = {r: words for r, row in enumerate(rows) if math.isfinite((words := row[-WORDS:])[0])}
+    first = min(seen, default=0)
+    for replica, words in seen.items():
+        if words != seen[first]:
+            raise ValueError(
+                "`probe` must score the same batches on all replicas, got different ones on "
+                f"replicas {first} and {replica}: fix the order of its loader, or keep the batches "
+                "in a list."
+            )
     scores = [[score for score in row[:-WORDS] if not math.isnan(score)] for row in rows]
-    if len({len(each) for each in scores}) > 1:
+    lengths = [len(scores[replica]) for replica in seen]
+    if len(set(lengths)) > 1:
         raise ValueError(
             "`score` of the probe must return equally many numbers on all replicas, got "
-            f"{[len(each) for each in scores]} in their order."
+            f"{lengths} in their order."
         )
-    return scores
+    return [each if replica in seen else [math.inf] for replica, each in enumerate(scores)]
 
 
 def _distances(samples: Tensor) -> Tensor:

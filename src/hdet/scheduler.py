@@ -10,31 +10,35 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet import groups, state
 from hdet.base import Base
 from hdet.body import PARTS
+from hdet.clock import Clock
 from hdet.controller import Controller, PaperController
 from hdet.course import Course
-from hdet.door import Settings, agree, check_knobs, describe, plain, refuse
-from hdet.guard import Triage, triage
+from hdet.door import Settings, agree, check_knobs, check_together, describe, plain, refuse
+from hdet.expedition import Expedition, scout_line
+from hdet.guard import Guard, ReplicasLost, Triage, triage
 from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
 from hdet.probe import Probe, as_probe, score_replicas
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
+from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
+from hdet.scout import Scout
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
 from hdet.validation import number_of
 
@@ -48,8 +52,9 @@ class HDET(LRScheduler):
 
     with multipliers evenly spread over [1 - spread, 1 + spread]. Every `sync_every` steps the
     weights are averaged, and the controller moves the scale toward what worked. Other `knobs` are
-    explored beside it, and a `probe` compares the replicas fairly. With one replica it is exactly
-    the base schedule.
+    explored beside it, and a `probe` compares the replicas fairly. A `scout` finds the learning
+    rate in the first steps, a `guard` takes the run back when its loss spikes. With one replica
+    and no guard it is exactly the base schedule.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class HDET(LRScheduler):
         sync_every: int = 1000,
         knobs: Sequence[Any] | None = None,
         probe: Probe | Callable[[Any], Any] | None = None,
+        scout: Scout | None = None,
+        guard: Guard | None = None,
         controller: Controller | None = PaperController(),  # noqa: B008 (it is frozen)
         design: Literal["orthogonal", "latin", "permutation"] | None = None,
         gradients: Literal["shared", "local"] = "shared",
@@ -85,6 +92,8 @@ class HDET(LRScheduler):
                 knobs=(LearningRate(),) if knobs is None else tuple(flattened(knobs)),
                 probe=as_probe(probe),
                 design=design,
+                scout=scout,
+                guard=guard,
             )
             return wrapped, settings
 
@@ -107,12 +116,17 @@ class HDET(LRScheduler):
             self.observe(loss)
         if self._recorder is not None:
             self._recorder.flush()
+        if self._expedition is not None:
+            self._scout_step(self._expedition)
+            return
         ran_with = self._steering.base_lrs(self._base.lrs)
         self._course.add(self.last_epoch, self.get_base_lr(), self._base.momenta)
+        due = self._clock.due(self.last_epoch + 1)
         if self._is_over():
             self._overrun()
         elif not self._base.wants_metric:
-            self._base.advance()
+            for _ in range(due):
+                self._base.advance()
         self.last_epoch += 1
         self._diverged |= self._can_diverge()
         left = self._steps_left()
@@ -131,6 +145,12 @@ class HDET(LRScheduler):
         self._refuse_while_visiting("converge()")
         if self._replicas.size == 1:
             return
+        if self._expedition is not None:
+            self._expedition.interrupt()  # a checkpoint holds what it set out from
+            self._begin_anew(cut_short=True)
+            if self._expedition.search.is_over:
+                self._conclude(self._expedition)
+            self._write(everything=True)
         stopwatch = Stopwatch(self._device())
         call = self._roll_call(*PARTS)
         verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
@@ -155,19 +175,23 @@ class HDET(LRScheduler):
         if self._replicas.size == 1:
             yield
             return
-        weights = PARTS[:-1]
-        call = self._roll_call(*weights)
-        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
-        knobs = self._other_knobs()
         with (
-            self._parameters.visit(verdict.fit, weights, call.agreed),
-            self._hands.at_centre(knobs, self.last_epoch, self._base.momenta),
+            self._at_consensus(),
+            self._hands.at_centre(self._other_knobs(), self.last_epoch, self._base.momenta),
         ):
             self._visiting = True
             try:
                 yield
             finally:
                 self._visiting = False
+
+    def _at_consensus(self) -> AbstractContextManager[None]:
+        if self._expedition is not None:  # replicas that scout have nothing in common but this
+            return self._parameters.visit_snapshot(self._expedition.camp)
+        weights = PARTS[:-1]
+        call = self._roll_call(*weights)
+        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        return self._parameters.visit(verdict.fit, weights, call.agreed)
 
     def note(self, text: str = "", **measures: float) -> None:
         """Write a line of your own into the record: what you did, or what you measured.
@@ -197,8 +221,7 @@ class HDET(LRScheduler):
 
     def get_replica_lrs(self) -> list[list[float]]:
         """The learning rates of every replica, in their order, one for each group."""
-        replicas = range(self._replicas.size)
-        return [self._steering.lrs(self._base.lrs, replica) for replica in replicas]
+        return [self._lrs_of(replica) for replica in range(self._replicas.size)]
 
     def get_knobs(self) -> dict[str, float]:
         """The centre of every knob: a factor of the base schedule for learning rates (`lr/...`),
@@ -228,7 +251,11 @@ class HDET(LRScheduler):
                 "replica. Call `converge()` on all replicas before saving.",
                 stacklevel=2,
             )
-        steering = self._steering.state_dict()
+        steering = {**self._steering.state_dict(), **self._clock.state_dict()}
+        if self._refuge is not None:
+            steering["guard"] = self._refuge.watch.state_dict()
+        if self._expedition is not None:
+            steering["search"] = self._expedition.search.state_dict()
         return state.saved(self.last_epoch, self._settings, self._base, steering)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -239,9 +266,11 @@ class HDET(LRScheduler):
             told = state.adopted(told, self._settings, self._base, fresh)
         names = [knob.name for knob in self._steering.knobs]
         state.check(told, self._settings, self._base, names)
-        self._base.load_state_dict(told["base"], told["step"])
-        self._steering.load_state_dict(told)
         self.last_epoch = told["step"]
+        self._clock.load_state_dict(told)
+        self._base.load_state_dict(told["base"], self._clock.base_step)
+        self._steering.load_state_dict(told)
+        self._seek_refuge(told.get("guard"))
         if any(told[key] != value for key, value in state.length_of(self._settings).items()):
             self._steering.closed = False
             self._steering.set_decays(self.last_epoch)
@@ -250,6 +279,7 @@ class HDET(LRScheduler):
         self._begin_anew(cut_short=True)
         self._course.clear()
         self._steering.fan_out()
+        self._set_out(told.get("search"))
         self._write(everything=True)
         self._write_record({"event": "resume", "step": self.last_epoch})
 
@@ -267,7 +297,7 @@ class HDET(LRScheduler):
         try:
             self._base, self._settings = prepare()
             self.optimizer: Optimizer = self._base.optimizer
-            self._check_together(model)
+            check_together(self._settings, self._base, self._replicas, model)
             self._parameters = Parameters(self.optimizer, model, self._replicas)
             self._hands = self._bind_knobs()
             writes = record is not None and 0 in self._replicas.local
@@ -277,6 +307,7 @@ class HDET(LRScheduler):
         except Exception as problem:
             refuse(self._replicas, problem)
         self._diverged = agree(self._replicas, mine)
+        self._model = model
         if model is not None:
             self._replicas.share_gradients(model, self._settings.gradients == "shared")
         self._modules = self._replicas.modules(model)
@@ -285,6 +316,9 @@ class HDET(LRScheduler):
         self._cycle_watch = Stopwatch(self._device())
         self._probe_watches: dict[str, Stopwatch] = {}
         self._visiting = self._cut_short = False
+        self._set_out()
+        self._seek_refuge()
+        self._write(everything=True)
         self._guard_loading()
         if self._recorder is not None:
             self._recorder.start(
@@ -307,6 +341,9 @@ class HDET(LRScheduler):
 
     def _take_first_values(self) -> None:
         self._warned: set[str] = set()
+        self._expedition: Expedition | None = None
+        self._refuge: Refuge | None = None
+        self._clock = Clock(self._base.step, self._settings.total_steps)
         self._steering = self._new_steering()
         probe = self._settings.probe
         self._tail_steps = 0 if probe is None else probe.tail_steps(self._settings.sync_every)
@@ -347,28 +384,6 @@ class HDET(LRScheduler):
             takes_over=self._taken_over(),
         )
 
-    def _check_together(self, model: nn.Module | None) -> None:
-        if self._settings.gradients == "local" and model is None:
-            raise ValueError("`gradients='local'` needs `model=`, got None.")
-        if self._settings.probe is not None and None in self._replicas.modules(model):
-            raise ValueError("`probe` needs `model=`, got None.")
-        if self._settings.optimizer_state == "reset" and isinstance(self.optimizer, Adagrad):
-            raise ValueError(
-                "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
-                "in its constructor, got 'reset'."
-            )
-        total, limit = self._settings.total_steps, self._base.total_steps
-        if total is not None and limit is not None and total > limit:
-            raise ValueError(
-                f"`total_steps` must be at most that of the base schedule ({limit}), got {total}."
-            )
-        if total is not None and self._settings.sync_every > total and self._replicas.size > 1:
-            warnings.warn(
-                f"`sync_every` ({self._settings.sync_every}) is longer than the run ({total} "
-                "steps): replicas converge once, at its end, and the scale is never moved.",
-                stacklevel=4,
-            )
-
     def _schedule(self) -> dict[str, Any]:
         """What replicas must have in common beside the settings."""
         return {
@@ -379,6 +394,80 @@ class HDET(LRScheduler):
             "base": self._base.state_dict(),
         }
 
+    # Scouting ------------------------------------------------------------------------------
+
+    def _set_out(self, told: Mapping[str, Any] | None = None) -> None:
+        """Start to scout, or go on with a search that a checkpoint has told of."""
+        scout = self._settings.scout
+        if self._expedition is not None:
+            self._end_scout(self._expedition)
+        if scout is None or self._model is None or (self.last_epoch > 0 and told is None):
+            return
+        if self._replicas.size == 1:
+            self._warn_once("scout", "`scout` needs several replicas: the learning rate is kept.")
+            return
+        self._expedition = Expedition(
+            scout,
+            self.optimizer,
+            self._model,
+            self._parameters,
+            self._replicas,
+            self._settings.total_steps,
+        )
+        if told is not None:
+            self._expedition.search.load_state_dict(told)
+        self._steering.rest()
+
+    def _scout_step(self, expedition: Expedition) -> None:
+        self.last_epoch += 1
+        self._diverged = True
+        search, probe = expedition.search, self._settings.probe
+        left = expedition.steps_left() - 1
+        if probe is not None and left < probe.tail_steps(search.num_steps):
+            self._parameters.add_iterate()
+        if probe is None and left == search.num_steps // 2:
+            self._signal.clear()  # judged by the second half of a round
+        if expedition.advance():
+            self._end_round(expedition)
+        self._write(everything=True)
+
+    def _end_round(self, expedition: Expedition) -> None:
+        search = expedition.search
+        try:
+            # The same batches in all rounds.
+            probed = self._probe(cycle=0, sync_every=search.num_steps, fresh=True)
+            call = self._roll_call(probed=probed)
+            if probed is None:
+                call.require_losses(self.last_epoch)
+            expedition.judge(call)
+        except Exception:  # what there was before is not lost
+            self._parameters.restore_(expedition.camp)
+            self._begin_anew(cut_short=True)
+            self._end_scout(expedition)
+            raise
+        expedition.come_back()
+        self._begin_anew(cut_short=True)
+        self._conclude(expedition)
+
+    def _conclude(self, expedition: Expedition) -> None:
+        """If the search is over, begin the run with what was found."""
+        search, factor = expedition.search, None
+        if search.is_over:
+            shared = self._settings.gradients == "shared"
+            rule = expedition.scout.batch_rule if shared else "none"
+            kind = type(self._optimizers[0]).__name__
+            factor = search.factor_for(rule, kind, self._replicas.size)
+            self._steering.rescale(factor)
+            self._clock.scouted(self.last_epoch)
+            self._end_scout(expedition)
+        peaks = dict(zip(self._base.names, self._base.peaks, strict=True))
+        self._write_record(scout_line(self.last_epoch, search, peaks, factor))
+
+    def _end_scout(self, expedition: Expedition) -> None:
+        expedition.close(shared=self._settings.gradients == "shared")
+        self._expedition = None
+        self._steering.fan_out()
+
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
@@ -386,14 +475,25 @@ class HDET(LRScheduler):
         moving = () if self._steering.is_spread() else ("moving",)
         moments = ("state",) if self._settings.optimizer_state == "average" else ()
         compare = (*moving, "still", "buffers", *moments) if self._replicas.size > 1 else ()
-        probed = self._probe()
+        probed = None
+        if self._steering.is_spread():
+            probed = self._probe(self._steering.cycle, self._settings.sync_every)
         stopwatch = Stopwatch(self._device())
         call = self._roll_call(*compare, measures=self._replicas.size > 1, probed=probed)
         self._check_losses(call)
         self._check_scores(call)
         if self._steering.cycle == 0:
             self._hands.check_read(self.last_epoch)
-        verdict, num_bytes = self._converge(call)
+        try:
+            verdict, num_bytes = self._converge(call)
+        except ReplicasLost as lost:
+            if self._refuge is None:
+                raise
+            self._go_back(self._refuge, self._refuge.watch.spiked(math.nan) or str(lost))
+            return
+        if self._refuge is not None and (spike := self._spike(self._refuge, call, verdict)):
+            self._go_back(self._refuge, spike)
+            return
         stopwatch.mark()
         used = [(knob.state.scale, knob.factors()) for knob in self._steering.knobs]
         steered = self._steering.steer(call.losses, verdict.fit, call.errors, call.scores)
@@ -417,19 +517,71 @@ class HDET(LRScheduler):
             ),
         }
         watches = self._probe_watches if probed is not None else {}
+        self._next_cycle()
+        if self._refuge is not None:
+            self._refuge.keep(self.last_epoch)
+        self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
+
+    def _next_cycle(self) -> None:
         self._course.clear()
         self._steering.cycle += 1
-        self._steering.start_if_due(self.last_epoch, self._base.lrs)
+        self._steering.start_if_due(self.last_epoch, self._base.lrs, self._clock.base_step)
         if self._is_over():
             self._steering.end(close=self._settings.on_overrun == "hold")
         self._begin_anew(cut_short=False)
         self._steering.fan_out()
-        self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
 
-    def _probe(self) -> Tensor | None:
+    # Guarding --------------------------------------------------------------------------------
+
+    def _seek_refuge(self, told: Mapping[str, Any] | None = None) -> None:
+        guard = self._settings.guard
+        if self._refuge is not None:
+            self._refuge.close()
+        self._refuge = None
+        if guard is not None:
+            self._refuge = Refuge(
+                guard, self.optimizer, self._model, self._parameters, self.last_epoch
+            )
+            if told is not None:
+                self._refuge.watch.load_state_dict(told)
+
+    def _spike(self, refuge: Refuge, call: RollCall, verdict: Triage) -> str | None:
+        """Why the consensus is not good, if it is not."""
+        refuge.watch.begin(call.first_loss)
+        if not any(call.finite):
+            refuge.watch.spiked(math.nan)
+            return "weights are not finite"
+        losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
+        return refuge.watch.spiked(fmean(losses) if losses else None)
+
+    def _go_back(self, refuge: Refuge, reason: str) -> None:
+        """To the last good weights, with a lower scale; the schedule and the data go on."""
+        watch = refuge.watch
+        refuge.go_back()
+        if watch.gives_up:
+            self._begin_anew(cut_short=True)
+            raise ReplicasLost(
+                f"the run was taken back {watch.in_a_row - 1} times in a row, and spikes again at "
+                f"step {self.last_epoch} ({reason}). All replicas have the weights of step "
+                f"{refuge.step}: save them, and resume with a lower learning rate."
+            )
+        self._steering.rescale(watch.factor())
+        self._next_cycle()
+        self._write_record(
+            {
+                "event": "guard",
+                "step": self.last_epoch,
+                "reason": reason,
+                "back_to": refuge.step,
+                "factor": watch.factor(),
+                "scales": self.get_knobs(),
+            }
+        )
+
+    def _probe(self, cycle: int, sync_every: int, *, fresh: bool = False) -> Tensor | None:
         """What every local replica scores, if they are compared by a probe."""
         probe = self._settings.probe
-        if probe is None or self._replicas.size == 1 or not self._steering.is_spread():
+        if probe is None or self._replicas.size == 1:
             return None
         modules = [module for module in self._modules if module is not None]
         self._cycle_watch.mark()
@@ -438,9 +590,10 @@ class HDET(LRScheduler):
             rows = score_replicas(
                 probe,
                 modules,
-                sync_every=self._settings.sync_every,
-                cycle=self._steering.cycle,
+                sync_every=sync_every,
+                cycle=cycle,
                 seed=self._settings.seed,
+                fresh=fresh,
             )
         watch.mark()
         self._probe_watches = {"training": self._cycle_watch, "probe": watch}
@@ -549,9 +702,7 @@ class HDET(LRScheduler):
 
     def _write(self, *, everything: bool = False) -> None:
         """Learning rates at every step; other knobs where they are scheduled, or all of them."""
-        self._lrs = [
-            self._steering.lrs(self._base.lrs, replica) for replica in self._replicas.local
-        ]
+        self._lrs = [self._lrs_of(replica) for replica in self._replicas.local]
         groups.write_learning_rates(self.optimizer, self.get_last_lr())
         groups.write_momenta(self.optimizer, self._base.momenta)
         for optimizer, lrs in zip(self._optimizers, self._lrs, strict=True):
@@ -561,6 +712,16 @@ class HDET(LRScheduler):
         self._hands.turn(
             self._other_knobs(), self.last_epoch, self._base.momenta, everything=everything
         )
+
+    def _lrs_of(self, replica: int) -> list[float]:
+        if self._expedition is None:
+            return self._steering.lrs(self._base.lrs, replica)
+        explored = {group for knob in self._steering.knobs for group in knob.about.members}
+        rates = zip(self._base.lrs, self._base.peaks, strict=True)
+        return [
+            self._expedition.lr(peak, replica) if group in explored else lr
+            for group, (lr, peak) in enumerate(rates)
+        ]
 
     def _write_record(
         self,

@@ -180,6 +180,9 @@ class StackedReplicas:
 
     def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
         self._forward.shares_gradients = shared
+        if shared:  # a loop clears those of its model only
+            for module in self._modules[1:]:
+                module.zero_grad()
 
     def _guard_checkpoints(self) -> None:
         model = self._modules[0]

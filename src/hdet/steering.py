@@ -293,9 +293,26 @@ class Steering:
             ),
         )
 
-    def start_if_due(self, step: int, base: Sequence[float]) -> None:
-        """Hand over to the controller at the first sync at which its warm-up is over."""
-        if self._controller is None or self.started or step < self._controller.warmup_steps:
+    def rest(self) -> None:
+        """All replicas in the centre of every spread."""
+        for knob in self.knobs:
+            knob.fan = (1.0,) * len(knob.fan)
+            knob.levels = (0.0,) * len(knob.levels)
+
+    def rescale(self, factor: float) -> None:
+        """All learning rates begin this many times higher."""
+        for knob in self.knobs:
+            if knob.about.members:
+                scale = knob.about.space.clamped(knob.state.scale * factor)
+                knob.state = knob.state._replace(scale=scale)
+
+    def start_if_due(self, step: int, base: Sequence[float], base_step: int | None = None) -> None:
+        """Hand over to the controller at the first sync at which its warm-up is over.
+
+        The warm-up is that of the base schedule, which may be at another step than the run.
+        """
+        due = step if base_step is None else base_step
+        if self._controller is None or self.started or due < self._controller.warmup_steps:
             return
         self.started = True
         if self._takes_over is not None:

@@ -1,0 +1,133 @@
+"""A scout's hands: every replica trains alone with its own learning rate, and comes back."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.outset import Outset
+from hdet.parameters import Parameters
+from hdet.replicas import Replicas
+from hdet.roll_call import RollCall
+from hdet.scout import Point, Scout, Search
+from hdet.snapshot import Snapshot
+
+HIGHEST = 3e4
+"""No run survives more, and half precision cannot hold it."""
+
+
+class Expedition:
+    """One search, from the weights before it to the choice after it."""
+
+    def __init__(
+        self,
+        scout: Scout,
+        optimizer: Optimizer,
+        model: nn.Module,
+        parameters: Parameters,
+        replicas: Replicas,
+        total_steps: int | None,
+    ) -> None:
+        self.scout = scout
+        self.search = Search(scout, num_replicas=replicas.size, total_steps=total_steps)
+        self._parameters, self._replicas, self._model = parameters, replicas, model
+        self._done = 0
+        self._outset = Outset(optimizer, model, parameters)
+        replicas.share_gradients(model, False)
+
+    @property
+    def camp(self) -> Snapshot:
+        """Where everyone has set out from."""
+        return self._outset.kept
+
+    def lr(self, peak: float, replica: int) -> float:
+        return min(peak * self.search.factors[replica], HIGHEST)
+
+    def advance(self) -> bool:
+        """One step further; whether the round is over."""
+        self._outset.settle()  # also if the first step was skipped, as GradScaler does
+        self._done += 1
+        return self._done == self.search.num_steps
+
+    def steps_left(self) -> int:
+        return self.search.num_steps - self._done
+
+    def judge(self, call: RollCall) -> None:
+        """What every replica has come to in this round."""
+        scores = call.scores or [[math.nan if x is None else x] for x in call.losses]
+        errors = _errors(scores) if call.scores else [error or 0.0 for error in call.errors]
+        rows = zip(self.search.factors, scores, errors, call.finite, strict=True)
+        self.search.tell(
+            [
+                Point(factor, fmean(row) if finite and _all_finite(row) else None, error)
+                for factor, row, error, finite in rows
+            ]
+        )
+
+    def come_back(self) -> None:
+        """To the camp; or to the best replica, if the search is over and that is wanted."""
+        best = self._best_replica() if self.search.is_over and not self.scout.rewind else None
+        if best is None:
+            self._parameters.restore_(self.camp)
+        else:
+            targets = [r for r in range(self._replicas.size) if r != best]
+            self._parameters.follow_(best, targets)
+        self._done = 0
+
+    def interrupt(self) -> None:
+        """Everyone comes back in the middle of a round, which starts again if there is time."""
+        self.search.interrupt(self._done)
+        self._parameters.restore_(self.camp)
+        self._done = 0
+
+    def close(self, *, shared: bool) -> None:
+        """Gradients are shared again, if they were."""
+        self._outset.close()
+        self._replicas.share_gradients(self._model, shared)
+
+    def _best_replica(self) -> int | None:
+        """That of the last round, if the best learning rate was tried there."""
+        finite = [(p.score, p.factor) for p in self.search.points if p.score is not None]
+        best, last = min(finite)[1] if finite else None, self.search.last_factors
+        if best in last:
+            return last.index(best)
+        self.search.reason += "; the best replica was one of an earlier round, so all came back"
+        return None
+
+
+def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
+    """How much of each mean score is chance: its variation over batches, beside the others."""
+    finite = [row for row in scores if _all_finite(row)]
+    if not finite or len(finite[0]) < 2:
+        return [0.0] * len(scores)
+    # The median: what diverged would blur the others.
+    common = [median(column) for column in zip(*finite, strict=True)]
+    return [
+        stdev([a - b for a, b in zip(row, common, strict=True)]) / math.sqrt(len(row))
+        if _all_finite(row)
+        else 0.0
+        for row in scores
+    ]
+
+
+def _all_finite(row: Sequence[float]) -> bool:
+    return bool(row) and all(map(math.isfinite, row))
+
+
+def scout_line(
+    step: int, search: Search, peaks: Mapping[str, float], factor: float | None
+) -> dict[str, Any]:
+    """What the record says of a round; `factor` is what the run begins with, if it is over."""
+    return {
+        "event": "scout",
+        "step": step,
+        "points": [point._asdict() for point in search.points],
+        "peaks": dict(peaks),
+        "found": search.found,
+        "factor": factor,
+        "edge": search.edge,
+        "reason": search.reason,
+    }

@@ -1,0 +1,427 @@
+"""A scout inside a run: on every engine each replica trains alone, and the run begins anew."""
+
+import copy
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+import hdet
+from hdet.scout import Lost
+from tests.processes import Processes
+
+N, STEPS, S, LR = 4, 8, 120, 0.02
+SCOUT = hdet.Scout(decades=2, steps=STEPS)  # 4 learning rates in one round
+HELD = torch.randn(32, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(torch.tanh(self.norm(self.up(x))))
+        return output
+
+
+def net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net().double()
+
+
+def batch(step: int, replica: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randn(6, 3, generator=draw, dtype=torch.float64)
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x.flip(1))
+
+
+def score(model: Any) -> Tensor:
+    return (model(HELD) - HELD.flip(1)).square().mean(1)
+
+
+class Run:
+    """A run on either engine, with what it was before the scout."""
+
+    def __init__(self, engine: str, rank: int = 0, total: int = S, **options: Any) -> None:
+        self.rank, self.bare = rank, net()
+        self.model: nn.Module = self.bare
+        self.ensemble: hdet.StackedReplicas | None = None
+        replicas: Any = None
+        optimizer: Any = torch.optim.AdamW(self.bare.parameters(), lr=LR)
+        if engine == "stacked":
+            replicas = self.ensemble = hdet.StackedReplicas(self.bare, N)
+            optimizer = self.ensemble.optimizer(optimizer)
+        elif engine == "processes":
+            self.model = DistributedDataParallel(self.bare)
+            replicas = hdet.ProcessReplicas()
+        self.optimizer = optimizer
+        settings = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "sync_every": 10}
+        settings |= {"controller": None, "spread": 0.0}
+        self.scheduler = hdet.HDET(
+            OneCycleLR(optimizer, LR, total_steps=total), model=self.model, replicas=replicas,
+            **{**settings, **options},
+        )  # fmt: skip
+
+    def go(self, steps: int) -> "Run":
+        for _ in range(steps):
+            step = self.scheduler.last_epoch
+            self.optimizer.zero_grad()
+            if self.ensemble is not None:
+                x = torch.cat([batch(step, replica) for replica in range(N)])
+                losses = self.ensemble.losses(loss_of, x)
+                losses.sum().backward()
+            else:
+                losses = loss_of(self.model, batch(step, self.rank))
+                losses.backward()
+            self.optimizer.step()
+            self.scheduler.step(losses.detach())
+        return self
+
+    def modules(self) -> list[nn.Module]:
+        return [self.bare] if self.ensemble is None else self.ensemble.modules(None)
+
+    def vectors(self) -> list[Tensor]:
+        """Weights and buffers of the replicas of this process."""
+        return [
+            torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
+            for module in self.modules()
+        ]
+
+    def weights(self) -> list[Tensor]:
+        return [
+            nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+            for module in self.modules()
+        ]
+
+    def states(self) -> list[int]:
+        each = getattr(self.optimizer, "each", [self.optimizer])
+        return [len(optimizer.state) for optimizer in each]
+
+
+def alone(replica: int, factor: float) -> Tensor:
+    """A plain loop: one model, one learning rate, its own batches. What it scores then."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR * factor, betas=(0.95, 0.999))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, replica)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return score(model).mean()
+
+
+def scouted(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any]:
+    run = Run(engine, rank, record=folder)
+    before = run.vectors()
+    lrs = run.scheduler.get_replica_lrs()
+    run.go(STEPS)
+    after = {
+        "lrs": lrs,
+        "back": all(map(torch.equal, run.vectors(), before)),
+        "states": run.states(),
+        "scale": run.scheduler.get_knobs()["lr/group0"],
+        "step": run.scheduler.last_epoch,
+    }
+    run.go(3)
+    alike = run.weights()
+    run.go(S - STEPS - 3)
+    return {**after, "alike": alike, "end": run.weights()}
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """The line of the record about the scout."""
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["event"] == "scout"]
+    return dict(line)
+
+
+def on(processes: Processes, engine: str, *arguments: Any) -> list[dict[str, Any]]:
+    if engine == "processes":
+        return processes(N, scouted, engine, *arguments)
+    return [scouted(0, engine, *arguments)]
+
+
+@pytest.mark.parametrize("engine", ["stacked", "processes"])
+def test_replicas_scout_alone_and_the_run_begins_anew(
+    engine: str, processes: Processes, tmp_path: Path
+) -> None:
+    answers = on(processes, engine, tmp_path)
+    factors = [10 ** (-1 + 2 * place / 3) for place in range(4)]
+    for answer in answers:
+        assert answer["lrs"] == [[pytest.approx(LR * factor)] for factor in factors]
+        assert answer["back"]
+        assert set(answer["states"]) == {0}
+        assert answer["step"] == STEPS
+        assert answer["scale"] == answers[0]["scale"]
+    # Gradients are shared again: with one learning rate all weights stay alike.
+    first, *others = [vector for answer in answers for vector in answer["alike"]]
+    assert len(others) == N - 1
+    assert all(torch.equal(first, other) for other in others)
+    line = told(tmp_path)
+    want = [float(alone(replica, factor)) for replica, factor in enumerate(factors)]
+    assert [point["score"] for point in line["points"]] == pytest.approx(want, rel=1e-9)
+    assert line["found"] * N**0.5 == pytest.approx(answers[0]["scale"])
+
+
+def test_both_engines_go_the_same_way(processes: Processes) -> None:
+    (stacked,), each = on(processes, "stacked"), on(processes, "processes")
+    assert stacked["scale"] == pytest.approx(each[0]["scale"], rel=1e-9)
+    for ours, theirs in zip(stacked["end"], each, strict=True):
+        torch.testing.assert_close(ours, theirs["end"][0], rtol=1e-6, atol=1e-8)
+
+
+def test_the_schedule_is_played_over_what_is_left() -> None:
+    run = Run("stacked").go(STEPS)
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    plain = torch.optim.AdamW(net().parameters(), lr=LR)
+    schedule = OneCycleLR(plain, LR, total_steps=S)
+    course = [schedule.get_last_lr()[0]]
+    for _ in range(S):
+        plain.step()
+        schedule.step()
+        course.append(schedule.get_last_lr()[0])
+    for step in range(S - STEPS):
+        assert run.scheduler.get_base_lr() == [
+            pytest.approx(scale * course[round(step * S / (S - STEPS))])
+        ]
+        run.go(1)
+    assert run.scheduler.get_base_lr() == [pytest.approx(scale * course[S])]
+
+
+def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Path) -> None:
+    Run("stacked", probe=None, record=tmp_path).go(STEPS)
+    line = told(tmp_path)
+    for replica, point in enumerate(line["points"]):
+        model = net()
+        betas = (0.95, 0.999)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR * point["factor"], betas=betas)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step, replica))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert point["score"] == pytest.approx(fmean(losses[STEPS // 2 :]), rel=1e-9)
+
+
+def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
+    run = Run("stacked")
+    before = run.vectors()
+    run.go(3)
+    with run.scheduler.consensus():
+        assert all(map(torch.equal, run.vectors(), before))
+    assert not torch.equal(run.vectors()[0], run.vectors()[1])
+    run.scheduler.converge()
+    assert all(map(torch.equal, run.vectors(), before))
+    saved = copy.deepcopy((run.bare.state_dict(), run.scheduler.state_dict()))
+    other = Run("stacked")
+    other.bare.load_state_dict(saved[0])
+    other.scheduler.load_state_dict(saved[1])
+    for one in (run, other):
+        one.go(STEPS)
+        assert one.scheduler.last_epoch == 3 + STEPS
+    assert run.scheduler.get_knobs() == other.scheduler.get_knobs()
+    for ours, theirs in zip(run.go(20).vectors(), other.go(20).vectors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rounds_that_were_made_are_not_made_again_after_a_resume() -> None:
+    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds for four replicas
+    whole, cut = Run("stacked", scout=scout), Run("stacked", scout=scout)
+    whole.go(12)
+    cut.go(6)
+    cut.scheduler.converge()
+    other = Run("stacked", scout=scout)
+    other.bare.load_state_dict(cut.bare.state_dict())
+    other.scheduler.load_state_dict(cut.scheduler.state_dict())
+    other.go(6)
+    assert other.scheduler.get_knobs() == whole.scheduler.get_knobs()
+    assert other.scheduler.get_knobs()["lr/group0"] != 1.0
+
+
+def test_checkpoints_that_always_come_too_early_do_not_keep_the_run_from_training() -> None:
+    run = Run("stacked")
+    before = run.weights()
+    for _ in range(10):
+        run.go(5)
+        run.scheduler.converge()
+        lrs = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
+        assert (run.scheduler._expedition is None) == (len(lrs) == 1)
+    assert run.scheduler._expedition is None
+    assert not torch.equal(run.weights()[0], before[0])
+
+
+def test_a_run_that_never_scouted_does_not_begin_to_in_the_middle() -> None:
+    run = Run("stacked", scout=None).go(20)
+    run.scheduler.converge()
+    other = Run("stacked")
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert other.scheduler._expedition is None
+
+
+def test_a_run_that_has_scouted_does_not_scout_again_after_a_resume() -> None:
+    run = Run("stacked").go(20)
+    run.scheduler.converge()
+    other = Run("stacked")
+    other.bare.load_state_dict(run.bare.state_dict())
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert other.scheduler.get_base_lr() == run.scheduler.get_base_lr()
+    for ours, theirs in zip(run.go(30).vectors(), other.go(30).vectors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_longer_run_plays_the_rest_of_its_schedule_over_what_is_left() -> None:
+    run = Run("stacked").go(60)
+    run.scheduler.converge()
+    other = Run("stacked", total=2 * S)
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert other.scheduler._clock.base_step == run.scheduler._clock.base_step
+    other.go(2 * S - 60)
+    assert other.scheduler._clock.base_step == 2 * S
+
+
+def loaded() -> tuple[Run, list[Tensor]]:
+    """A run into which weights and buffers were loaded after it was made."""
+    run = Run("stacked")
+    run.bare.load_state_dict({name: 0.5 * value for name, value in net().state_dict().items()})
+    return run, run.vectors()
+
+
+def test_weights_that_are_loaded_after_the_scheduler_was_made_are_not_damaged() -> None:
+    run, before = loaded()
+    run.go(STEPS)
+    assert all(map(torch.equal, run.vectors(), before))
+
+
+def test_nor_if_the_first_step_is_skipped_or_the_consensus_is_looked_at_before_it() -> None:
+    run, before = loaded()
+    with run.scheduler.consensus():
+        assert all(map(torch.equal, run.vectors(), before))
+    run.scheduler.converge()
+    assert all(map(torch.equal, run.vectors(), before))
+    weights = run.weights()
+    for step in range(STEPS):
+        assert run.ensemble is not None
+        losses = run.ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(N)]))
+        losses.sum().backward()
+        if step:  # as GradScaler does
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.scheduler.step(losses.detach())
+    assert run.scheduler._expedition is None
+    assert all(map(torch.equal, run.weights(), weights))
+
+
+def test_an_optimizer_state_that_is_loaded_later_is_kept() -> None:
+    warm, run = Run("stacked", scout=None).go(7), Run("stacked")
+    run.optimizer.load_state_dict(warm.optimizer.state_dict())
+    run.go(STEPS)
+    first = next(iter(run.optimizer.each[0].state.values()))
+    assert int(first["step"]) == 7
+
+
+def test_other_knobs_rest_while_learning_rates_are_scouted() -> None:
+    knobs = [hdet.lr(), hdet.weight_decay(spread=0.5)]
+    run = Run("stacked", knobs=knobs, controller=hdet.Tracker(), design="latin")
+    assert {g["weight_decay"] for one in run.optimizer.each for g in one.param_groups} == {0.01}
+    run.go(STEPS)
+    assert len({g["weight_decay"] for one in run.optimizer.each for g in one.param_groups}) == N
+
+
+def test_a_loop_that_clears_its_model_only_goes_on_after_the_scout() -> None:
+    run = Run("stacked")
+    assert run.ensemble is not None
+    for step in range(STEPS + 3):
+        run.bare.zero_grad()
+        losses = run.ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(N)]))
+        losses.sum().backward()
+        run.optimizer.step()
+        run.scheduler.step(losses.detach())
+
+
+def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:
+    calls = []
+
+    def fails(model: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("of its own")
+        return score(model)
+
+    run = Run("stacked", probe=hdet.Probe(fails, tail=0.0))
+    before = run.vectors()
+    with pytest.raises(KeyError):
+        run.go(STEPS)
+    assert all(map(torch.equal, run.vectors(), before))
+    run.go(3)
+    assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
+def test_it_may_go_on_from_the_best_replica(tmp_path: Path) -> None:
+    scout = hdet.Scout(decades=2, steps=STEPS, rewind=False)
+    run = Run("stacked", scout=scout, record=tmp_path).go(STEPS)
+    line = told(tmp_path)
+    best = min(point["score"] for point in line["points"])
+    for module in run.modules():
+        with torch.no_grad():  # in training mode, as it was scored
+            assert float(score(module).mean()) == pytest.approx(best, rel=1e-9)
+    assert set(run.states()) == {6}
+
+
+def test_random_numbers_come_back_too() -> None:
+    torch.manual_seed(11)
+    run = Run("stacked")
+    before = torch.get_rng_state()
+    for _ in range(STEPS):
+        torch.rand(3)
+        run.go(1)
+    draws = torch.rand(2)
+    torch.set_rng_state(before)
+    torch.rand(3)
+    assert torch.equal(draws, torch.rand(2))
+
+
+def test_one_replica_keeps_its_learning_rate_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="`scout` needs several replicas"):
+        run = Run("one")
+    assert run.go(STEPS).scheduler.get_knobs() == {"lr/group0": 1.0}
+
+
+def test_where_everything_blows_up_the_weights_are_not_lost() -> None:
+    run = Run("stacked", probe=lambda model: score(model) * float("nan"))
+    before = run.vectors()
+    with pytest.raises(Lost, match="blows up"):
+        run.go(3 * STEPS)
+    assert all(map(torch.equal, run.vectors(), before))
+    run.go(3)  # with the learning rate that was given
+    assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\) or None, got 4"):
+        Run("stacked", scout=4)
+    with pytest.raises(ValueError, match=r"`scout` needs hdet\.lr"):
+        Run("stacked", knobs=[hdet.weight_decay()])
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`scout` needs `model=`, got None"):
+        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), scout=SCOUT)
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    with pytest.raises(ValueError, match="must be None with SyncBatchNorm"):
+        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), model=synchronised, scout=SCOUT)
+    with pytest.raises(ValueError, match="must be None under ReduceLROnPlateau"):
+        hdet.HDET(ReduceLROnPlateau(optimizer), model=model, scout=SCOUT)

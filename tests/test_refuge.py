@@ -1,0 +1,190 @@
+"""A guarded run: a spike takes it back to its last good weights, at a lower learning rate."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR
+
+import hdet
+from tests.processes import Processes
+
+T, N = 4, 3
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+def batch(step: int, replica: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randn(16, 3, generator=draw, dtype=torch.float64)
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x.flip(1))
+
+
+class Run:
+    """A run whose weights are struck at given steps, as by a bad batch or a broken device."""
+
+    def __init__(self, engine: str, rank: int = 0, **options: Any) -> None:
+        self.rank, self.bare = rank, net()
+        self.model: nn.Module = self.bare
+        self.ensemble: hdet.StackedReplicas | None = None
+        replicas: Any = None
+        optimizer: Any = torch.optim.Adam(self.bare.parameters(), lr=0.02)
+        if engine == "stacked":
+            replicas = self.ensemble = hdet.StackedReplicas(self.bare, N)
+            optimizer = self.ensemble.optimizer(optimizer)
+        elif engine == "processes":
+            self.model = DistributedDataParallel(self.bare)
+            replicas = hdet.ProcessReplicas()
+        self.optimizer = optimizer
+        settings = {"guard": hdet.Guard(), "spread": 0.1, "controller": None, "sync_every": T}
+        self.scheduler = hdet.HDET(
+            ConstantLR(optimizer, factor=1.0), model=self.model, replicas=replicas,
+            **{**settings, **options},
+        )  # fmt: skip
+
+    def modules(self) -> list[nn.Module]:
+        return [self.bare] if self.ensemble is None else self.ensemble.modules(None)
+
+    def strike(self, by: float) -> None:
+        with torch.no_grad():
+            for module in self.modules():
+                for parameter in module.parameters():
+                    parameter.mul_(by)
+
+    def go(self, steps: int, strikes: dict[int, float] | None = None) -> "Run":
+        for _ in range(steps):
+            step = self.scheduler.last_epoch
+            if by := (strikes or {}).get(step):
+                self.strike(by)
+            self.optimizer.zero_grad()
+            if self.ensemble is not None:
+                x = torch.cat([batch(step, replica) for replica in range(N)])
+                losses = self.ensemble.losses(loss_of, x)
+                losses.sum().backward()
+            else:
+                losses = loss_of(self.model, batch(step, self.rank))
+                losses.backward()
+            self.optimizer.step()
+            self.scheduler.step(losses.detach())
+        return self
+
+    def state(self) -> list[Tensor]:
+        """Weights, buffers and moments of the replicas of this process."""
+        each = getattr(self.optimizer, "each", [self.optimizer])
+        tensors = [t for module in self.modules() for t in module.state_dict().values()]
+        moments = [
+            value
+            for optimizer in each
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for value in optimizer.state[p].values()
+        ]
+        return [tensor.detach().clone() for tensor in [*tensors, *moments]]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "record.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == "guard"]
+
+
+def guarded(rank: int, engine: str, strike: float, folder: Path | None) -> dict[str, Any]:
+    run = Run(engine, rank, record=folder).go(5 * T)
+    good = run.state()
+    run.go(T, {5 * T + 1: strike})
+    back = all(map(torch.equal, run.state(), good))
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    run.go(5 * T)
+    with torch.no_grad():
+        loss = float(loss_of(run.bare, batch(0, 0)))
+    return {"back": back, "scale": scale, "loss": loss, "end": run.scheduler.get_knobs()}
+
+
+@pytest.mark.parametrize("strike", [30.0, math.nan])
+@pytest.mark.parametrize("engine", ["one", "stacked", "processes"])
+def test_a_spike_takes_all_replicas_back_to_the_last_good_weights(
+    engine: str, strike: float, processes: Processes, tmp_path: Path
+) -> None:
+    arguments = (engine, strike, tmp_path)
+    answers = processes(N, guarded, *arguments) if engine == "processes" else None
+    for answer in answers or [guarded(0, *arguments)]:
+        assert answer["back"]
+        assert answer["scale"] == answer["end"]["lr/group0"] == 0.5
+        assert answer["loss"] < 1.0
+    (line,) = told(tmp_path)
+    assert (line["step"], line["back_to"], line["factor"]) == (6 * T, 5 * T, 0.5)
+    assert "loss" in line["reason"] or "finite" in line["reason"]
+
+
+def test_without_a_guard_the_same_strike_is_the_end() -> None:
+    with pytest.raises(hdet.ReplicasLost):
+        Run("stacked", guard=None).go(6 * T, {5 * T + 1: math.nan})
+
+
+def test_a_strike_in_the_first_cycle_takes_it_back_to_the_start(tmp_path: Path) -> None:
+    run = Run("stacked", record=tmp_path)
+    before = [p.detach().clone() for module in run.modules() for p in module.parameters()]
+    run.go(T, {1: 30.0})
+    after = [p.detach() for module in run.modules() for p in module.parameters()]
+    assert all(map(torch.equal, after, before))
+    (line,) = told(tmp_path)
+    assert line["back_to"] == 0
+
+
+def test_weights_in_the_memory_of_the_host_are_the_same() -> None:
+    here, there = Run("stacked"), Run("stacked", guard=hdet.Guard(offload=True))
+    for run in (here, there):
+        run.go(8 * T, {5 * T + 1: 30.0})
+    assert all(map(torch.equal, here.state(), there.state()))
+
+
+def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place() -> None:
+    run = Run("stacked", guard=hdet.Guard(retries=2)).go(5 * T)
+    good = run.state()
+    strikes = {5 * T + 1 + T * turn: 30.0 for turn in range(3)}
+    run.go(2 * T, strikes)
+    assert run.scheduler.get_knobs()["lr/group0"] == 0.5 * 0.5**2
+    with pytest.raises(hdet.ReplicasLost, match=r"2 times in a row.*weights of step 20: save them"):
+        run.go(T, strikes)
+    assert all(map(torch.equal, run.state(), good))
+
+
+def test_a_run_without_spikes_is_the_run_without_a_guard() -> None:
+    guarded, plain = Run("stacked"), Run("stacked", guard=None)
+    for run in (guarded, plain):
+        run.go(10 * T)
+    assert all(map(torch.equal, guarded.state(), plain.state()))
+
+
+def test_a_resumed_run_remembers_what_is_good() -> None:
+    run = Run("one").go(5 * T)
+    other = Run("one")
+    other.bare.load_state_dict(run.bare.state_dict())
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    good = other.state()
+    other.go(T, {5 * T + 1: 30.0})
+    assert other.scheduler.get_knobs()["lr/group0"] == 0.5
+    assert all(map(torch.equal, other.state(), good))
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"`guard` must be hdet.Guard\(\) or None, got True"):
+        Run("one", guard=True)
+    with pytest.raises(ValueError, match=r"`guard` needs hdet\.lr\(\) among the knobs"):
+        Run("one", knobs=[hdet.weight_decay()])
+    for options in ({"lower": 1.0}, {"retries": 0}, {"deviations": -1}, {"share": math.nan}):
+        with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be"):
+            hdet.Guard(**options)

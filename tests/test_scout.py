@@ -1,0 +1,206 @@
+"""The search for a learning rate: from scores to a choice, wherever it starts."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hdet
+from hdet.clock import Clock
+from hdet.scout import Grid, Lost, Point, Search, grown, judge
+
+BEST = 0.01
+
+
+def curve(lr: float) -> float | None:
+    """What a few steps come to: slow, then good, then worse, then nothing."""
+    if lr > 1000 * BEST:
+        return None
+    gain = 3 / (1 + (BEST / 4 / lr) ** 1.5)
+    return 5 - gain + (lr / BEST / 4) ** 2
+
+
+def search(
+    start: float,
+    score: Callable[[float], float | None] = curve,
+    num_replicas: int = 8,
+    total_steps: int | None = 5000,
+    **options: float,
+) -> Search:
+    """A whole search from a given learning rate; the factor is in units of it."""
+    found = Search(hdet.Scout(**options), num_replicas=num_replicas, total_steps=total_steps)  # type: ignore[arg-type]
+    for _ in range(100):
+        if found.is_over:
+            return found
+        found.tell([Point(factor, score(start * factor)) for factor in found.factors])
+    raise AssertionError("never ends")
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize("off", [1e-3, 1e-2, 0.1, 1 / 3, 1, 3, 10, 100, 1000])
+def test_from_any_start_it_finds_the_same(off: float, num_replicas: int) -> None:
+    found = search(BEST * off, num_replicas=num_replicas, total_steps=100_000)
+    assert found.found is not None
+    assert BEST / 2 < found.found * BEST * off < BEST * 2
+
+
+@given(st.floats(0.01, 100), st.floats(-50, 50))
+def test_only_differences_count(scale: float, shift: float) -> None:
+    def other(lr: float) -> float | None:
+        score = curve(lr)
+        return None if score is None else scale * score + shift
+
+    assert search(BEST, other).found == pytest.approx(search(BEST).found, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8, 64])
+@pytest.mark.parametrize("total_steps", [1000, 1500, 10_000])
+def test_it_stays_within_its_share(total_steps: int, num_replicas: int) -> None:
+    found = search(BEST * 100, num_replicas=num_replicas, total_steps=total_steps)
+    rounds = -(-len(found.points) // num_replicas)
+    assert rounds * found.num_steps <= 0.03 * total_steps
+
+
+def test_it_keeps_away_from_what_is_lost() -> None:
+    scores = [5.0, 4.9, 4.5, 3.0, 2.0, None, None, None]
+    points = [Point(10.0**place, score) for place, score in enumerate(scores)]
+    verdict = judge(points)
+    assert verdict.edge == 1e5
+    assert verdict.factor is not None
+    assert verdict.factor <= 1e5 / 4
+
+
+def test_the_edge_counts_for_the_batch_of_all_replicas_too() -> None:
+    found = search(BEST)
+    assert found.found is not None
+    assert found.edge is not None
+    assert found.factor_for("sqrt", "AdamW", 4) == pytest.approx(2 * found.found)
+    assert found.factor_for("linear", "SGD", 10_000) == pytest.approx(found.edge / 2)
+    assert found.factor_for("none", "SGD", 8) == found.found
+
+
+def test_what_is_lost_below_the_best_counts_too() -> None:
+    scores = [5.0, 4.9, 4.5, None, 2.0, 3.0, None, None]
+    verdict = judge([Point(10.0**place, score) for place, score in enumerate(scores)])
+    assert verdict.edge == 1e3
+    assert verdict.factor is not None
+    assert verdict.factor <= 1e3 / 4
+
+
+def test_a_lucky_score_further_up_is_not_followed() -> None:
+    scores = [5.55, 5.5, 5.2, 3.9, 3.44, 3.88, 3.4, 4.6, 120.0]
+    verdict = judge([Point(10.0 ** (place / 2), score) for place, score in enumerate(scores)])
+    assert verdict.factor is not None
+    assert 10**1.5 < verdict.factor <= 10**2
+
+
+def test_rules_for_the_batch() -> None:
+    assert grown("auto", "AdamW", 4) == 2
+    assert grown("auto", "SGD", 4) == 4
+    assert grown("sqrt", "SGD", 4) == 2
+
+
+def test_scores_without_a_difference_keep_the_given_learning_rate() -> None:
+    for num_replicas in (4, 8, 64):
+        found = search(1.0, lambda lr: 1.0, num_replicas=num_replicas)
+        assert "noise" in found.reason
+        assert found.factor_for("auto", "SGD", num_replicas) == 1.0
+
+
+@pytest.mark.parametrize("num", [8, 16, 64])
+def test_chance_alone_is_hardly_ever_taken_for_a_difference(num: int) -> None:
+    chance = random.Random(num)
+    taken = 0
+    for _ in range(400):
+        points = [Point(2.0**place, chance.gauss(0, 1), 1.0) for place in range(num)]
+        verdict = judge(points)
+        taken += verdict.shift != 0 or verdict.factor is not None
+    assert taken < 0.06 * 400
+
+
+def test_where_everything_is_lost_it_looks_lower_once_and_then_says_what_it_tried() -> None:
+    with pytest.raises(Lost, match=r"every learning rate from 3.73e-06 to 100 times the given"):
+        search(1.0, lambda lr: None)
+
+
+def test_a_best_that_always_lies_further_ends_with_the_budget() -> None:
+    found = search(1.0, lambda lr: -math.log(lr), total_steps=1500)
+    assert found.found == max(point.factor for point in found.points)
+    assert "no time to look further" in found.reason
+
+
+def test_a_search_without_a_budget_ends_too() -> None:
+    def down(lr: float) -> float:
+        return math.log(lr)
+
+    def up(lr: float) -> float:
+        return -math.log(lr)
+
+    for score in (down, up):
+        assert search(1.0, score, total_steps=None).is_over
+
+
+@pytest.mark.parametrize("total_steps", [12, 100])
+def test_a_run_that_has_no_room_is_refused(total_steps: int) -> None:
+    with pytest.raises(ValueError, match="`scout` must fit in its `share`"):
+        Search(hdet.Scout(), num_replicas=2, total_steps=total_steps)
+    with pytest.raises(ValueError, match="`scout` must be shorter than the run"):
+        Search(hdet.Scout(steps=25), num_replicas=2, total_steps=total_steps)
+
+
+def test_a_search_that_is_always_interrupted_ends_with_what_it_knows() -> None:
+    found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
+    for _ in range(100):
+        found.interrupt(5)
+    assert found.is_over
+    assert found.factor_for("auto", "AdamW", 8) == 1.0
+    assert "interrupted" in found.reason
+
+
+def test_a_search_goes_on_from_its_state() -> None:
+    whole = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
+    cut = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
+    while not whole.is_over:
+        for one in (whole, cut):
+            one.tell([Point(factor, curve(BEST * 100 * factor)) for factor in one.factors])
+        told = json.loads(json.dumps(cut.state_dict()))
+        if not whole.is_over:
+            cut = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
+            cut.load_state_dict(told)
+    assert (cut.found, cut.reason) == (whole.found, whole.reason)
+
+
+def test_a_range_is_tried_in_as_many_rounds_as_it_takes() -> None:
+    grid = Grid(4.0, 3)
+    places = [grid.places(5, number) for number in range(grid.num_rounds)]
+    assert sorted(place for one in places for place in one) == list(range(5, 5 + grid.num))
+    assert all(len(one) == 3 for one in places)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"decades": 0}, "`decades` must be in"),
+        ({"decades": 400}, "`decades` must be in"),
+        ({"share": 1.5}, "`share` must be in"),
+        ({"steps": 2}, "`steps` must be at least 4"),
+        ({"batch_rule": "cubic"}, "`batch_rule` must be one of"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hdet.Scout(**options)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 90), st.integers(91, 400))
+def test_the_schedule_ends_with_the_run(scouted: int, total: int) -> None:
+    clock = Clock(0, total)
+    clock.scouted(scouted)
+    moves = [clock.due(step) for step in range(scouted + 1, total + 1)]
+    assert sum(moves) == total
+    assert min(moves) >= 1
+    assert max(moves) - min(moves) <= 1
