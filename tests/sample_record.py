@@ -100,6 +100,7 @@ class Sample:
             "points": points,
             "peaks": dict.fromkeys(self.knobs, self.lr),
             "found": 2.0,
+            "factor": 4.0,
             "edge": 41.0,
             "reason": self.reason or "the lowest that gains nearly as much as the best",
         }

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import hdet
 from hdet.scout import Lost
 from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
 
 N, STEPS, S, LR = 4, 8, 120, 0.02
 SCOUT = hdet.Scout(decades=2, steps=STEPS)  # 4 learning rates in one round
@@ -38,59 +37,28 @@ def net() -> Net:
         return Net().double()
 
 
-def batch(step: int, replica: int) -> Tensor:
-    draw = torch.Generator().manual_seed(1000 * step + replica)
-    return torch.randn(6, 3, generator=draw, dtype=torch.float64)
-
-
-def loss_of(model: Any, x: Tensor) -> Tensor:
-    return F.mse_loss(model(x), x.flip(1))
-
-
 def score(model: Any) -> Tensor:
     return (model(HELD) - HELD.flip(1)).square().mean(1)
 
 
-class Run:
-    """A run on either engine, with what it was before the scout."""
+class Run(SmallRun):
+    """With what it was before the scout."""
 
     def __init__(self, engine: str, rank: int = 0, total: int = S, **options: Any) -> None:
-        self.rank, self.bare = rank, net()
-        self.model: nn.Module = self.bare
-        self.ensemble: hdet.StackedReplicas | None = None
-        replicas: Any = None
-        optimizer: Any = torch.optim.AdamW(self.bare.parameters(), lr=LR)
-        if engine == "stacked":
-            replicas = self.ensemble = hdet.StackedReplicas(self.bare, N)
-            optimizer = self.ensemble.optimizer(optimizer)
-        elif engine == "processes":
-            self.model = DistributedDataParallel(self.bare)
-            replicas = hdet.ProcessReplicas()
-        self.optimizer = optimizer
         settings = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "sync_every": 10}
         settings |= {"controller": None, "spread": 0.0}
-        self.scheduler = hdet.HDET(
-            OneCycleLR(optimizer, LR, total_steps=total), model=self.model, replicas=replicas,
-            **{**settings, **options},
-        )  # fmt: skip
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+
+        def base(optimizer: Any) -> OneCycleLR:
+            return OneCycleLR(optimizer, LR, total_steps=total)
+
+        super().__init__(engine, rank, N, model, optimizer, base, **{**settings, **options})
 
     def go(self, steps: int) -> "Run":
         for _ in range(steps):
-            step = self.scheduler.last_epoch
-            self.optimizer.zero_grad()
-            if self.ensemble is not None:
-                x = torch.cat([batch(step, replica) for replica in range(N)])
-                losses = self.ensemble.losses(loss_of, x)
-                losses.sum().backward()
-            else:
-                losses = loss_of(self.model, batch(step, self.rank))
-                losses.backward()
-            self.optimizer.step()
-            self.scheduler.step(losses.detach())
+            self.step()
         return self
-
-    def modules(self) -> list[nn.Module]:
-        return [self.bare] if self.ensemble is None else self.ensemble.modules(None)
 
     def vectors(self) -> list[Tensor]:
         """Weights and buffers of the replicas of this process."""
@@ -315,14 +283,11 @@ def test_nor_if_the_first_step_is_skipped_or_the_consensus_is_looked_at_before_i
     assert all(map(torch.equal, run.vectors(), before))
     weights = run.weights()
     for step in range(STEPS):
-        assert run.ensemble is not None
-        losses = run.ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(N)]))
-        losses.sum().backward()
+        losses = run.backward(step)
         if step:  # as GradScaler does
             run.optimizer.step()
         run.optimizer.zero_grad()
-        run.scheduler.step(losses.detach())
-    assert run.scheduler._expedition is None
+        run.scheduler.step(losses)
     assert all(map(torch.equal, run.weights(), weights))
 
 
@@ -344,13 +309,11 @@ def test_other_knobs_rest_while_learning_rates_are_scouted() -> None:
 
 def test_a_loop_that_clears_its_model_only_goes_on_after_the_scout() -> None:
     run = Run("stacked")
-    assert run.ensemble is not None
     for step in range(STEPS + 3):
         run.bare.zero_grad()
-        losses = run.ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(N)]))
-        losses.sum().backward()
+        losses = run.backward(step)
         run.optimizer.step()
-        run.scheduler.step(losses.detach())
+        run.scheduler.step(losses)
 
 
 def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:

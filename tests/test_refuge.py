@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet
 from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
 
 T, N = 4, 3
 
@@ -24,39 +23,18 @@ def net() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
-def batch(step: int, replica: int) -> Tensor:
-    draw = torch.Generator().manual_seed(1000 * step + replica)
-    return torch.randn(16, 3, generator=draw, dtype=torch.float64)
-
-
-def loss_of(model: Any, x: Tensor) -> Tensor:
-    return F.mse_loss(model(x), x.flip(1))
-
-
-class Run:
-    """A run whose weights are struck at given steps, as by a bad batch or a broken device."""
+class Run(SmallRun):
+    """Its weights are struck at given steps, as by a bad batch or a broken device."""
 
     def __init__(self, engine: str, rank: int = 0, **options: Any) -> None:
-        self.rank, self.bare = rank, net()
-        self.model: nn.Module = self.bare
-        self.ensemble: hdet.StackedReplicas | None = None
-        replicas: Any = None
-        optimizer: Any = torch.optim.Adam(self.bare.parameters(), lr=0.02)
-        if engine == "stacked":
-            replicas = self.ensemble = hdet.StackedReplicas(self.bare, N)
-            optimizer = self.ensemble.optimizer(optimizer)
-        elif engine == "processes":
-            self.model = DistributedDataParallel(self.bare)
-            replicas = hdet.ProcessReplicas()
-        self.optimizer = optimizer
         settings = {"guard": hdet.Guard(), "spread": 0.1, "controller": None, "sync_every": T}
-        self.scheduler = hdet.HDET(
-            ConstantLR(optimizer, factor=1.0), model=self.model, replicas=replicas,
-            **{**settings, **options},
-        )  # fmt: skip
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
-    def modules(self) -> list[nn.Module]:
-        return [self.bare] if self.ensemble is None else self.ensemble.modules(None)
+        def base(optimizer: Any) -> ConstantLR:
+            return ConstantLR(optimizer, factor=1.0)
+
+        super().__init__(engine, rank, N, model, optimizer, base, **{**settings, **options})
 
     def strike(self, by: float) -> None:
         with torch.no_grad():
@@ -66,19 +44,9 @@ class Run:
 
     def go(self, steps: int, strikes: dict[int, float] | None = None) -> "Run":
         for _ in range(steps):
-            step = self.scheduler.last_epoch
-            if by := (strikes or {}).get(step):
+            if by := (strikes or {}).get(self.scheduler.last_epoch):
                 self.strike(by)
-            self.optimizer.zero_grad()
-            if self.ensemble is not None:
-                x = torch.cat([batch(step, replica) for replica in range(N)])
-                losses = self.ensemble.losses(loss_of, x)
-                losses.sum().backward()
-            else:
-                losses = loss_of(self.model, batch(step, self.rank))
-                losses.backward()
-            self.optimizer.step()
-            self.scheduler.step(losses.detach())
+            self.step()
         return self
 
     def state(self) -> list[Tensor]:
@@ -125,7 +93,8 @@ def test_a_spike_takes_all_replicas_back_to_the_last_good_weights(
         assert answer["loss"] < 1.0
     (line,) = told(tmp_path)
     assert (line["step"], line["back_to"], line["factor"]) == (6 * T, 5 * T, 0.5)
-    assert "loss" in line["reason"] or "finite" in line["reason"]
+    want = "no replica has finite weights and a finite loss" if math.isnan(strike) else "loss "
+    assert line["reason"].startswith(want)
 
 
 def test_without_a_guard_the_same_strike_is_the_end() -> None:
@@ -150,8 +119,10 @@ def test_weights_in_the_memory_of_the_host_are_the_same() -> None:
     assert all(map(torch.equal, here.state(), there.state()))
 
 
-def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place() -> None:
-    run = Run("stacked", guard=hdet.Guard(retries=2)).go(5 * T)
+def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place(
+    tmp_path: Path,
+) -> None:
+    run = Run("stacked", guard=hdet.Guard(retries=2), record=tmp_path).go(5 * T)
     good = run.state()
     strikes = {5 * T + 1 + T * turn: 30.0 for turn in range(3)}
     run.go(2 * T, strikes)
@@ -159,6 +130,8 @@ def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place() 
     with pytest.raises(hdet.ReplicasLost, match=r"2 times in a row.*weights of step 20: save them"):
         run.go(T, strikes)
     assert all(map(torch.equal, run.state(), good))
+    assert [line["factor"] for line in told(tmp_path)] == [0.5, 0.25, None]
+    assert told(tmp_path)[-1]["reason"].startswith("stopped: loss")
 
 
 def test_a_run_without_spikes_is_the_run_without_a_guard() -> None:

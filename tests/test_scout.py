@@ -174,6 +174,16 @@ def test_a_search_goes_on_from_its_state() -> None:
     assert (cut.found, cut.reason) == (whole.found, whole.reason)
 
 
+def test_with_another_number_of_replicas_it_begins_again_within_what_is_left() -> None:
+    four = Search(hdet.Scout(), num_replicas=4, total_steps=1500)
+    four.tell([Point(factor, curve(factor)) for factor in four.factors])
+    eight = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
+    eight.load_state_dict(four.state_dict())
+    assert not eight.points
+    eight.interrupt(45 - four.num_steps - eight.num_steps + 1)
+    assert eight.is_over
+
+
 def test_a_range_is_tried_in_as_many_rounds_as_it_takes() -> None:
     grid = Grid(4.0, 3)
     places = [grid.places(5, number) for number in range(grid.num_rounds)]

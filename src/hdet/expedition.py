@@ -1,8 +1,6 @@
 """A scout's hands: every replica trains alone with its own learning rate, and comes back."""
 
-import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean, median, stdev
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +10,7 @@ from hdet.outset import Outset
 from hdet.parameters import Parameters
 from hdet.replicas import Replicas
 from hdet.roll_call import RollCall
-from hdet.scout import Point, Scout, Search
+from hdet.scout import Scout, Search, points_of
 from hdet.snapshot import Snapshot
 
 HIGHEST = 3e4
@@ -57,14 +55,8 @@ class Expedition:
 
     def judge(self, call: RollCall) -> None:
         """What every replica has come to in this round."""
-        scores = call.scores or [[math.nan if x is None else x] for x in call.losses]
-        errors = _errors(scores) if call.scores else [error or 0.0 for error in call.errors]
-        rows = zip(self.search.factors, scores, errors, call.finite, strict=True)
         self.search.tell(
-            [
-                Point(factor, fmean(row) if finite and _all_finite(row) else None, error)
-                for factor, row, error, finite in rows
-            ]
+            points_of(self.search.factors, call.losses, call.errors, call.scores, call.finite)
         )
 
     def come_back(self) -> None:
@@ -96,25 +88,6 @@ class Expedition:
             return last.index(best)
         self.search.reason += "; the best replica was one of an earlier round, so all came back"
         return None
-
-
-def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
-    """How much of each mean score is chance: its variation over batches, beside the others."""
-    finite = [row for row in scores if _all_finite(row)]
-    if not finite or len(finite[0]) < 2:
-        return [0.0] * len(scores)
-    # The median: what diverged would blur the others.
-    common = [median(column) for column in zip(*finite, strict=True)]
-    return [
-        stdev([a - b for a, b in zip(row, common, strict=True)]) / math.sqrt(len(row))
-        if _all_finite(row)
-        else 0.0
-        for row in scores
-    ]
-
-
-def _all_finite(row: Sequence[float]) -> bool:
-    return bool(row) and all(map(math.isfinite, row))
 
 
 def scout_line(

@@ -23,7 +23,7 @@ from hdet.drawing import (
     wrapped,
 )
 from hdet.fit import Felt
-from hdet.history import History, Knob
+from hdet.history import History, Knob, Scouted
 
 MOST_STAYS = 600
 
@@ -254,11 +254,12 @@ def scout(history: History) -> Plot | None:
     if seen is None:
         return None
     given = known(seen.peaks.values())
-    unit = given[0] if len(seen.peaks) == 1 and given and given[0] > 0 else None
+    single = len(seen.peaks) == 1 and given and given[0] > 0
+    unit = given[0] if single else 1.0
     tried = [
         (rate, score)
         for factor, score in zip(seen.factors, seen.scores, strict=True)
-        if factor is not None and 0 < (rate := factor * (unit or 1.0)) < math.inf
+        if factor is not None and 0 < (rate := factor * unit) < math.inf
     ]
     points = [(rate, score) for rate, score in sorted(tried, key=_first) if score is not None]
     if len(points) < 2:
@@ -275,29 +276,34 @@ def scout(history: History) -> Plot | None:
         "hovertemplate": "%{x:.3~g}: %{y:.4~g}<extra></extra>",
         **look(0, 2.2),
     }
-    caption = "Every point is a replica that trained alone for a few steps; lower is better."
-    above = sum(score > top for score in scores)
-    if above:
-        caption += f" {above} of them lie above the frame."
-    if lost := [rate for rate, score in tried if score is None]:
-        caption += f" At {brief(min(lost))} nothing finite was left."
-    found = None if seen.found is None else seen.found * (unit or 1.0)
-    if found is not None:
-        caption += f" Chosen: {brief(found)}, {shortened(seen.reason, 120)}."
+    lost = [rate for rate, score in tried if score is None]
+    found = None if seen.found is None else rounded(seen.found * unit)
+    what = "learning rate" if single else "times the given learning rate"
     layout = layout_of(
         axis("score", **_frame(min(scores), top)),
         [history],
         showlegend=False,
         hovermode="closest",
-        xaxis=axis(
-            "learning rate" if unit else "times the given learning rate",
-            rates,
-            showline=True,
-            ticks="outside",
-        ),
-        shapes=[_upright(chosen)] if (chosen := rounded(found)) else [],
+        xaxis=axis(what, rates, showline=True, ticks="outside"),
+        shapes=[_upright(found)] if found else [],
     )
+    caption = _scouted(seen, unit, sum(score > top for score in scores), lost)
     return Plot("What the scout saw", caption, [trace], layout)
+
+
+def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) -> str:
+    told = ["Every point is a replica that trained alone for a few steps; lower is better."]
+    if num_above:
+        told.append(f"{num_above} of them lie above the frame.")
+    if lost:
+        told.append(f"At {brief(min(lost))} nothing finite was left.")
+    if seen.found is not None:
+        told.append(f"Chosen: {brief(seen.found * unit)}, {shortened(seen.reason, 120)}.")
+    if seen.factor is not None:
+        told.append(
+            f"With the batch of all replicas the schedule peaks at {brief(seen.factor * unit)}."
+        )
+    return " ".join(told)
 
 
 def _first(pair: tuple[float, float | None]) -> float:

@@ -101,12 +101,16 @@ class Watch:
         if loss is None:
             return None  # nothing was observed: nothing can be said
         reason = self._reason(loss)
-        if reason is None:
-            self._good = [*self._good, loss][-MEMORY:]
-            self._first = loss if self._first is None else self._first
-            self.in_a_row = 0
-        else:
-            self.in_a_row += 1
+        if reason is not None:
+            return self.lost(reason)
+        self._good = [*self._good, loss][-MEMORY:]
+        self._first = loss if self._first is None else self._first
+        self.in_a_row = 0
+        return None
+
+    def lost(self, reason: str) -> str:
+        """A cycle that is not good, whatever its loss."""
+        self.in_a_row += 1
         return reason
 
     def _reason(self, loss: float) -> str | None:

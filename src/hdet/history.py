@@ -100,6 +100,9 @@ class Scouted(NamedTuple):
     peaks: Mapping[str, float | None]
     """The learning rate that was given, for each group."""
     found: float | None
+    """For the batch of one replica."""
+    factor: float | None
+    """What the run begins with."""
     reason: str
 
 
@@ -472,6 +475,7 @@ def _scouted(event: Mapping[str, Any]) -> Scouted:
         scores=tuple(score for _, score in points),
         peaks={name: _number(peaks, name) for name in peaks},
         found=_number(event, "found"),
+        factor=_number(event, "factor"),
         reason=_text(event, "reason"),
     )
 

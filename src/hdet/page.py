@@ -70,8 +70,8 @@ progress::-moz-progress-bar { background: var(--c0); }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin-top: 28px; }
 .tile, figure, .box, details { background: var(--card); border: 1px solid var(--line);
   border-radius: 14px; }
-.tile { flex: 1 1 114px; padding: 14px 16px; min-width: 0; }
-.tile.two { flex: 2 1 284px; }
+.tile { flex: 1 1 106px; padding: 14px 16px; min-width: 0; }
+.tile.two { flex: 2 1 316px; }
 .tile dt { color: var(--soft); font-size: .82rem; }
 .tile dd { font-size: 1.14rem; font-weight: 640; letter-spacing: -.01em; line-height: 1.3;
   margin-top: 2px; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }

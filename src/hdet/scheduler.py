@@ -484,16 +484,10 @@ class HDET(LRScheduler):
         self._check_scores(call)
         if self._steering.cycle == 0:
             self._hands.check_read(self.last_epoch)
-        try:
-            verdict, num_bytes = self._converge(call)
-        except ReplicasLost as lost:
-            if self._refuge is None:
-                raise
-            self._go_back(self._refuge, self._refuge.watch.spiked(math.nan) or str(lost))
+        if self._refuge is not None and (reason := self._spike(self._refuge, call)):
+            self._go_back(self._refuge, reason)
             return
-        if self._refuge is not None and (spike := self._spike(self._refuge, call, verdict)):
-            self._go_back(self._refuge, spike)
-            return
+        verdict, num_bytes = self._converge(call)
         stopwatch.mark()
         used = [(knob.state.scale, knob.factors()) for knob in self._steering.knobs]
         steered = self._steering.steer(call.losses, verdict.fit, call.errors, call.scores)
@@ -530,53 +524,6 @@ class HDET(LRScheduler):
             self._steering.end(close=self._settings.on_overrun == "hold")
         self._begin_anew(cut_short=False)
         self._steering.fan_out()
-
-    # Guarding --------------------------------------------------------------------------------
-
-    def _seek_refuge(self, told: Mapping[str, Any] | None = None) -> None:
-        guard = self._settings.guard
-        if self._refuge is not None:
-            self._refuge.close()
-        self._refuge = None
-        if guard is not None:
-            self._refuge = Refuge(
-                guard, self.optimizer, self._model, self._parameters, self.last_epoch
-            )
-            if told is not None:
-                self._refuge.watch.load_state_dict(told)
-
-    def _spike(self, refuge: Refuge, call: RollCall, verdict: Triage) -> str | None:
-        """Why the consensus is not good, if it is not."""
-        refuge.watch.begin(call.first_loss)
-        if not any(call.finite):
-            refuge.watch.spiked(math.nan)
-            return "weights are not finite"
-        losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
-        return refuge.watch.spiked(fmean(losses) if losses else None)
-
-    def _go_back(self, refuge: Refuge, reason: str) -> None:
-        """To the last good weights, with a lower scale; the schedule and the data go on."""
-        watch = refuge.watch
-        refuge.go_back()
-        if watch.gives_up:
-            self._begin_anew(cut_short=True)
-            raise ReplicasLost(
-                f"the run was taken back {watch.in_a_row - 1} times in a row, and spikes again at "
-                f"step {self.last_epoch} ({reason}). All replicas have the weights of step "
-                f"{refuge.step}: save them, and resume with a lower learning rate."
-            )
-        self._steering.rescale(watch.factor())
-        self._next_cycle()
-        self._write_record(
-            {
-                "event": "guard",
-                "step": self.last_epoch,
-                "reason": reason,
-                "back_to": refuge.step,
-                "factor": watch.factor(),
-                "scales": self.get_knobs(),
-            }
-        )
 
     def _probe(self, cycle: int, sync_every: int, *, fresh: bool = False) -> Tensor | None:
         """What every local replica scores, if they are compared by a probe."""
@@ -666,6 +613,53 @@ class HDET(LRScheduler):
         """Whether a step takes the replicas apart."""
         apart = self._steering.is_spread() or self._settings.gradients == "local"
         return apart and self._replicas.size > 1
+
+    # Guarding --------------------------------------------------------------------------------
+
+    def _seek_refuge(self, told: Mapping[str, Any] | None = None) -> None:
+        guard = self._settings.guard
+        if self._refuge is not None:
+            self._refuge.close()
+        self._refuge = None
+        if guard is not None:
+            self._refuge = Refuge(
+                guard, self.optimizer, self._model, self._parameters, self.last_epoch
+            )
+            if told is not None:
+                self._refuge.watch.load_state_dict(told)
+
+    def _spike(self, refuge: Refuge, call: RollCall) -> str | None:
+        """Why the consensus is not good, if it is not: before it is made, nothing is harmed."""
+        refuge.watch.begin(call.first_loss)
+        try:
+            fit = triage(call.losses, call.finite, step=self.last_epoch).fit
+        except ReplicasLost:
+            return refuge.watch.lost("no replica has finite weights and a finite loss")
+        losses = [loss for r in fit if (loss := call.losses[r]) is not None]
+        return refuge.watch.spiked(fmean(losses) if losses else None)
+
+    def _go_back(self, refuge: Refuge, reason: str) -> None:
+        """To the last good weights, with a lower scale; the schedule and the data go on."""
+        watch = refuge.watch
+        refuge.go_back()
+        line = {
+            "event": "guard",
+            "step": self.last_epoch,
+            "reason": reason,
+            "back_to": refuge.step,
+            "factor": watch.factor(),
+        }
+        if watch.gives_up:
+            self._begin_anew(cut_short=True)
+            self._write_record({**line, "factor": None, "reason": f"stopped: {reason}"}, wait=True)
+            raise ReplicasLost(
+                f"the run was taken back {watch.in_a_row - 1} times in a row, and spikes again at "
+                f"step {self.last_epoch} ({reason}). All replicas have the weights of step "
+                f"{refuge.step}: save them, and resume with a lower learning rate."
+            )
+        self._steering.rescale(watch.factor())
+        self._next_cycle()
+        self._write_record({**line, "scales": self.get_knobs()})
 
     # The end of the run --------------------------------------------------------------------
 

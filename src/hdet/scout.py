@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, Literal, NamedTuple
 
 from hdet.validation import check_choice, check_flag, check_integer, check_range
@@ -73,6 +73,41 @@ class Point(NamedTuple):
     """Lower is better; none if it is not finite."""
     error: float = 0.0
     """Its standard error against the others."""
+
+
+def points_of(
+    factors: Sequence[float],
+    losses: Sequence[float | None],
+    errors: Sequence[float | None],
+    scores: Sequence[Sequence[float]] | None,
+    finite: Sequence[bool],
+) -> list[Point]:
+    """What the replicas of a round have come to, by their scores or else by their losses."""
+    rows = scores or [[math.nan if loss is None else loss] for loss in losses]
+    chances = _errors(rows) if scores else [error or 0.0 for error in errors]
+    return [
+        Point(factor, fmean(row) if sound and _all_finite(row) else None, chance)
+        for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True)
+    ]
+
+
+def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
+    """How much of each mean score is chance: its variation over batches, beside the others."""
+    finite = [row for row in scores if _all_finite(row)]
+    if not finite or len(finite[0]) < 2:
+        return [0.0] * len(scores)
+    # The median: what diverged would blur the others.
+    common = [median(column) for column in zip(*finite, strict=True)]
+    return [
+        stdev([a - b for a, b in zip(row, common, strict=True)]) / math.sqrt(len(row))
+        if _all_finite(row)
+        else 0.0
+        for row in scores
+    ]
+
+
+def _all_finite(row: Sequence[float]) -> bool:
+    return bool(row) and all(map(math.isfinite, row))
 
 
 class Verdict(NamedTuple):
