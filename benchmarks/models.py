@@ -1,4 +1,4 @@
-"""The models that benchmarks train: a GPT and a CIFAR ResNet, as everyone writes them."""
+"""The models that benchmarks train: a GPT, CIFAR ResNets and a ranker, as everyone writes them."""
 
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ SMALL_GPT = Size(256, 256, 6, 6, 384)  # 10.7 million parameters, bytes as token
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.causal = size.heads, causal
         self.norm1 = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
@@ -38,7 +38,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -112,6 +112,51 @@ class ResNet18(nn.Module):
         x = F.relu(self.norm(self.stem(x)))
         logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return logits
+
+
+class Mean(nn.Module):
+    """Over all places of an image; vmap has no rule for torch's pooling on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+class ResNet(nn.Sequential):
+    """A stem and three stages of one residual block each, for images of any size."""
+
+    def __init__(self, channels_in: int, width: int, classes: int = 10) -> None:
+        super().__init__(
+            nn.Conv2d(channels_in, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            Residual(width, width, 1),
+            Residual(width, 2 * width, 2),
+            Residual(2 * width, 4 * width, 2),
+            Mean(),
+            nn.Linear(4 * width, classes),
+        )
+
+
+class Ranker(nn.Module):
+    """Fields of a row as tokens of a small transformer, then one answer for each task."""
+
+    def __init__(
+        self, vocabulary: int, fields: int, numbers: int, tasks: int, width: int = 16
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(Block(Size(vocabulary, fields, 1, 2, width), causal=False))
+        self.norm = nn.LayerNorm(fields * width + numbers)
+        self.hidden = nn.Linear(fields * width + numbers, 8 * width)
+        self.towers = nn.Linear(8 * width, tasks * 2 * width)
+        self.heads = nn.Linear(tasks * 2 * width, tasks)
+        nn.init.normal_(self.embedding.weight, std=0.05)
+
+    def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
+        tokens = self.blocks(self.embedding(categories)).flatten(1)
+        hidden = F.relu(self.hidden(self.norm(torch.cat([tokens, numbers], 1))))
+        answers: Tensor = self.heads(F.relu(self.towers(hidden)))
+        return answers
 
 
 class ConvNet(nn.Sequential):

@@ -1,17 +1,17 @@
 """From any starting learning rate: does one run end as good as the best of a grid?
 
     python -m benchmarks.settle [--quick] [--only language] [--data FOLDER] [--out FILE]
+                                [--minutes 8.5] [--methods "hdet;Prodigy"]
 
-For every task a grid of fixed learning rates is trained with OneCycleLR. The best is picked on one
-seed and trained again on the seeds that are reported: its loss there is the reference. Then every
-method starts from the best learning rate times 1/1000 to 1000, with the same steps, samples and
-schedule. Regret is (validation loss - reference) / reference. Runs are kept in FILE as they end;
-the same command goes on where it was stopped (delete FILE after a change of the code).
+For every task a grid of fixed learning rates is trained with OneCycleLR, and one with warm-up and
+cosine. The best is picked on seeds of its own and trained again on the seeds that are reported: its
+loss there, seed by seed, is the reference. Then every method starts from the best learning rate
+times 1/1000 to 1000, with the same steps, samples, schedule and number of replicas.
+Regret is (validation loss - reference) / reference.
 
-Tasks so far: a byte-level GPT (tinyshakespeare in FOLDER or $HDET_DATA, else scikit-learn's texts)
-and a convolutional network with BatchNorm (CIFAR-10, else scikit-learn's digits); AdamW and SGD.
-Methods so far: plain OneCycleLR, hdet with a scout judged by training losses (nothing but
-`scout=hdet.Scout()` is added) and by a probe, and the paper's controller.
+Runs are stacked, many in one go (`benchmarks/fleet.py`), and kept in FILE as they end: the same
+command goes on where it was stopped, or where `--minutes` were over. Delete FILE after a change of
+the code. The page docs/settle.md is made from FILE by `python -m benchmarks.settle_page`.
 """
 
 import argparse
@@ -20,122 +20,82 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch import Tensor
 
 import hdet
-from benchmarks import data
-from benchmarks.models import GPT, ConvNet, Size, image_loss
+from benchmarks import methods, tasks
+from benchmarks.methods import METHODS, Bench, Ended, Method, Run
+from benchmarks.models import Size
+from benchmarks.regret import LOST_PCT, REFERENCE, headline, rows_of, table_of
+from benchmarks.tasks import Plan, Task
 
 RESULTS = Path(__file__).parent / "results"
-N = 8
 STARTS = (1e-3, 1e-2, 0.1, 1 / 3, 1.0, 3.0, 10.0, 100.0, 1000.0)
-SELECTION_SEED = 100
-STEP_OF_GRID = 2.0
+FEW_STARTS = (1e-2, 1.0, 100.0)
+SELECTION_SEEDS = (100, 101, 102)
+PRETRAINING_SEED = 200
+SECOND = "warm-up and cosine"
+HALF_GRID = 5
+"""The grid reaches this many factors of two to both sides of its middle, and is widened."""
 
 
-class Settings(NamedTuple):
-    steps: int
-    seeds: int
-    starts: Sequence[float]
+class Entry(NamedTuple):
+    """A task of the benchmark, in full and in short."""
+
+    make: Callable[..., Task]
+    full: Plan
+    quick: Plan
+    rows: int
+    """Of a fleet at most, on a GPU."""
+    half: bool = False
+    """Whether a GPU computes it in bfloat16."""
 
 
-FULL = Settings(1500, 5, STARTS)
-QUICK = Settings(600, 1, (1e-3, 0.1, 1.0, 10.0, 1000.0))
-
-
-# Tasks ----------------------------------------------------------------------------------------
-
-
-class Task(NamedTuple):
-    """What is learned. `judge` sees data that neither training nor probes have seen."""
-
-    model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
-    batch: Callable[[int], tuple[Tensor, ...]]
-    """A step -> the global batch."""
-    score: Callable[[Any], Tensor]
-    judge: Callable[[Any], float]
-
-
-def language(seed: int, folder: Path | None, device: torch.device) -> Task:
-    tokens = torch.tensor(list(data.text(folder)), device=device)
-    cut, size = int(0.9 * len(tokens)), Size(256, 48, 2, 4, 64)
-    reach = torch.arange(size.context + 1, device=device)
-
-    def some(part: Tensor, num: int, draw: int) -> Tensor:
-        places = torch.Generator().manual_seed(draw)
-        starts = torch.randint(len(part) - len(reach), (num, 1), generator=places)
-        return part[starts.to(device) + reach]
-
-    def losses(model: Any, held: Tensor) -> Tensor:
-        logits = model(held[:, :-1]).flatten(0, 1)
-        each = F.cross_entropy(logits, held[:, 1:].flatten(), reduction="none")
-        return each.view(len(held), -1).mean(1)
-
-    middle = (cut + len(tokens)) // 2
-    held, test = some(tokens[cut:middle], 64, 77), some(tokens[middle:], 256, 78)
-    return Task(
-        partial(GPT, size),
-        lambda model, x: losses(model, x).mean(),
-        lambda step: (some(tokens[:cut], 32, seed * 1_000_003 + step),),
-        lambda model: losses(model, held),
-        lambda model: float(losses(model, test).mean()),
-    )
-
-
-def vision(seed: int, folder: Path | None, device: torch.device) -> Task:
-    images = data.images(folder, device)
-    half = len(images.x_test) // 2
-
-    def batch(step: int) -> tuple[Tensor, ...]:
-        draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        places = torch.randint(len(images.x), (128,), generator=draw).to(device)
-        return images.x[places], images.y[places]
-
-    def losses(model: Any, part: slice) -> Tensor:
-        return F.cross_entropy(model(images.x_test[part]), images.y_test[part], reduction="none")
-
-    return Task(
-        partial(ConvNet, images.x.shape[1], 16),
-        image_loss,
-        batch,
-        lambda model: losses(model, slice(0, min(half, 256))),
-        lambda model: float(losses(model, slice(half, None)).mean()),
-    )
-
-
-TASKS: dict[str, tuple[Callable[..., Task], str, float]] = {
-    # task, optimizer, the middle of its grid
-    "language, AdamW": (language, "AdamW", 1e-2),
-    "language, SGD": (language, "SGD", 0.2),
-    "vision, AdamW": (vision, "AdamW", 1e-2),
-    "vision, SGD": (vision, "SGD", 0.1),
+GPT_SIZE, TINY = Size(256, 128, 7, 6, 192), Size(256, 48, 2, 4, 64)
+ENTRIES = {
+    "language, AdamW": Entry(
+        tasks.language,
+        Plan("AdamW", 1500, 16, 2e-3, GPT_SIZE),
+        Plan("AdamW", 500, 16, 8e-3, TINY),
+        96,
+        half=True,
+    ),
+    "fine-tuning, AdamW": Entry(
+        partial(tasks.language, text="text"),
+        Plan("AdamW", 800, 16, 1e-3, GPT_SIZE),
+        Plan("AdamW", 400, 16, 4e-3, TINY),
+        96,
+        half=True,
+    ),
+    "vision, AdamW": Entry(
+        tasks.vision, Plan("AdamW", 1000, 128, 8e-3, 16), Plan("AdamW", 300, 32, 8e-3, 4), 64
+    ),
+    "vision, SGD": Entry(
+        tasks.vision, Plan("SGD", 1000, 128, 0.2, 16), Plan("SGD", 300, 32, 0.1, 4), 64
+    ),
+    "ranking, census": Entry(
+        partial(tasks.ranker, table="census"),
+        Plan("AdamW", 1240, 64, 4e-3, 16),
+        Plan("AdamW", 400, 32, 4e-3, 8),
+        192,
+    ),
+    "ranking, feed": Entry(
+        partial(tasks.ranker, table="feed"),
+        Plan("AdamW", 1040, 32, 4e-3, 16),
+        Plan("AdamW", 400, 32, 4e-3, 8),
+        192,
+    ),
 }
 
 
-def make_optimizer(kind: str, model: nn.Module, lr: float) -> Optimizer:
-    if kind == "SGD":
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-
-
-# Methods --------------------------------------------------------------------------------------
-
-
 class Job(NamedTuple):
-    """One run."""
-
     task: str
     method: str
     lr: float
@@ -143,219 +103,267 @@ class Job(NamedTuple):
     steps: int
 
 
-class Ended(NamedTuple):
-    loss: float
-    lr: float
-    """The learning rate it was trained with, at its highest."""
+class TimeIsUp(Exception):
+    """What is known is in the file."""
 
 
-def train(job: Job, folder: Path | None) -> Ended:
-    make, kind, _ = TASKS[job.task]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    task = make(job.seed, folder, device)
-    torch.manual_seed(job.seed)
-    model = task.model().to(device)
-    optimizer = make_optimizer(kind, model, job.lr)
-    if job.method == "fixed":
-        return train_plain(job, task, model, optimizer)
-    ensemble = hdet.StackedReplicas(model, N)
-    stacked = ensemble.optimizer(optimizer)
-    base = OneCycleLR(stacked, job.lr, total_steps=job.steps)
-    common: dict[str, Any] = {"model": model, "replicas": ensemble, "sync_every": 50}
-    if job.method == "paper":
-        scheduler = hdet.HDET(base, **common)
-    else:
-        probe = task.score if job.method == "hdet, probe" else None
-        calm: dict[str, Any] = {"spread": 0.0, "controller": None}
-        scheduler = hdet.HDET(base, scout=hdet.Scout(), probe=probe, **calm, **common)
-    highest = 0.0
-    for step in range(job.steps):
-        stacked.zero_grad()
-        losses = ensemble.losses(task.loss, *task.batch(step))
-        losses.sum().backward()
-        stacked.step()
-        scheduler.step(losses.detach())
-        if step > 0.05 * job.steps:  # before that a scout has only begun
-            highest = max(highest, *scheduler.get_base_lr())
-    with torch.no_grad():
-        return Ended(task.judge(ensemble.consensus().eval()), highest)
+class Book:
+    """All runs that were made, in a file."""
 
+    def __init__(self, path: Path, minutes: float) -> None:
+        self._path, self._start, self._limit = path, time.perf_counter(), 60 * minutes
+        self.known: dict[Job, Ended] = {}
+        self.seconds: dict[str, float] = {}
+        self.plans: dict[str, Plan] = {}
+        if path.exists():
+            told = json.loads(path.read_text())
+            self.seconds = told["seconds"]
+            known = told.get("settings", {}).get("plans", {})
+            self.plans = {name: Plan(*plan) for name, plan in known.items()}
+            for row in told["runs"]:
+                job = Job(**row["job"])
+                self.known[job] = Ended(**row["ended"])
 
-def train_plain(job: Job, task: Task, model: nn.Module, optimizer: Optimizer) -> Ended:
-    scheduler = OneCycleLR(optimizer, job.lr, total_steps=job.steps)
-    for step in range(job.steps):
-        optimizer.zero_grad()
-        task.loss(model, *task.batch(step)).backward()
-        optimizer.step()
-        scheduler.step()
-    with torch.no_grad():
-        return Ended(task.judge(model.eval()), job.lr)
+    @property
+    def folder(self) -> Path:
+        return self._path.parent
 
+    def spent(self) -> float:
+        return time.perf_counter() - self._start
 
-METHODS = ("fixed", "hdet", "hdet, probe", "paper")
-
-
-# The bench ------------------------------------------------------------------------------------
-
-
-class Bench:
-    """Makes the runs that are not in the file yet, and keeps each as it ends."""
-
-    def __init__(self, out: Path, folder: Path | None, workers: int, resume: bool) -> None:
-        self._out, self._folder, self._workers = out, folder, workers
-        self._start = time.perf_counter()
-        rows = json.loads(out.read_text())["runs"] if resume and out.exists() else []
-        self.known = {Job(**row["job"]): Ended(row["loss"] or math.inf, row["lr"]) for row in rows}
-
-    def __call__(self, what: str, jobs: Sequence[Job]) -> list[Ended]:
+    def make(
+        self, jobs: Sequence[Job], at_once: int, train: Callable[[Sequence[Run]], list[Ended]]
+    ) -> list[Ended]:
+        """The runs of one task and one method; those that are missing are made now."""
+        jobs = [job._replace(lr=float(f"{job.lr:.7g}")) for job in jobs]  # as in the file
         missing = [job for job in dict.fromkeys(jobs) if job not in self.known]
-        with ProcessPoolExecutor(self._workers) as pool:
-            work = partial(_work, folder=self._folder)
-            for number, (job, ended) in enumerate(
-                zip(missing, pool.map(work, missing), strict=True), start=1
-            ):
-                self.known[job] = ended
-                took = time.perf_counter() - self._start
-                print(f"{took:6.0f} s  {what}: {number} of {len(missing)}", flush=True)
-                self.write({})
+        for first in range(0, len(missing), at_once):
+            part = missing[first : first + at_once]
+            what = f"{part[0].task}: {part[0].method}"
+            if self.spent() > self._limit - self.seconds.get(what, 0.0):
+                raise TimeIsUp
+            begin = time.perf_counter()
+            ended = train([Run(job.lr, job.seed) for job in part])
+            took = time.perf_counter() - begin
+            self.known.update(zip(part, ended, strict=True))
+            self.seconds[what] = took
+            print(f"{self.spent():6.0f} s  {what}: {len(part)} runs in {took:.1f} s", flush=True)
+            self.write()
         return [self.known[job] for job in jobs]
 
-    def write(self, result: dict[str, Any]) -> None:
+    def write(self, *, finished: bool = False) -> None:
+        """All that is known; when it is finished with what it comes to."""
         runs = [
-            {"job": job._asdict(), "loss": _finite(ended.loss), "lr": ended.lr}
-            for job, ended in self.known.items()
+            {"job": job._asdict(), "ended": ended._asdict()} for job, ended in self.known.items()
         ]
-        self._out.parent.mkdir(exist_ok=True)
-        self._out.write_text(json.dumps({**result, "runs": runs}, indent=1) + "\n")
+        told = {
+            "settings": {
+                "replicas": methods.N,
+                "sync_every": methods.SYNC_EVERY,
+                "plans": {name: list(plan) for name, plan in self.plans.items()},
+            },
+            "versions": {
+                "hdet": hdet.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "seconds": self.seconds,
+            "runs": plain_json(runs),
+        }
+        if any(job.method == "hdet" for job in self.known) and finished:
+            rows = rows_of(told["runs"])
+            told = {"headline": headline(rows, told["runs"]), **told}
+            print(table_of(rows))
+        self._path.parent.mkdir(exist_ok=True)
+        self._path.write_text(json.dumps(plain_json(told)) + "\n")
 
 
-def _work(job: Job, folder: Path | None) -> Ended:
-    torch.set_num_threads(1)
-    return train(job, folder)
+def plain_json(value: Any) -> Any:
+    """Seven digits, and null for what is not finite."""
+    if isinstance(value, dict):
+        return {key: plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value
 
 
-def _finite(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
+class Settler:
+    """One task: its grid, its reference, and what every method makes of every start."""
 
+    def __init__(self, name: str, settings: "Settings", book: Book) -> None:
+        self.name, self.settings, self.book = name, settings, book
+        entry = ENTRIES[name]
+        self.plan = entry.quick if settings.quick else entry.full
+        book.plans[name] = self.plan
+        self.on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda" if self.on_gpu else "cpu")
+        start = {}
+        if name.startswith("fine-tuning"):
+            start = {"start": self._pretrained(device)}
+        task = entry.make(self.plan, settings.folder, device, **start)
+        self.bench = Bench(task, self.plan, entry.half and self.on_gpu, self.on_gpu)
+        self.at_once = entry.rows if self.on_gpu else 32
 
-def settle(name: str, settings: Settings, bench: Bench) -> list[dict[str, Any]]:
-    """The regret of every method from every start, on one task."""
-    best = best_of_grid(name, settings, bench)
-    seeds = range(settings.seeds)
-    references = bench(
-        f"{name}, the best again", [Job(name, "fixed", best, s, settings.steps) for s in seeds]
-    )
-    jobs = [
-        Job(name, method, best * start, seed, settings.steps)
-        for method in METHODS
-        for start in settings.starts
-        for seed in seeds
-    ]
-    rows = []
-    for job, ended in zip(jobs, bench(f"{name}, all starts", jobs), strict=True):
-        reference = references[job.seed].loss
-        rows.append(
-            {
-                "task": name,
-                "method": job.method,
-                "start": job.lr / best,
-                "seed": job.seed,
-                "best_lr": best,
-                "lr": ended.lr,
-                "loss": _finite(ended.loss),
-                "regret_pct": _finite(100 * (ended.loss - reference) / reference),
-            }
+    def _pretrained(self, device: torch.device) -> dict[str, Tensor]:
+        """The language model at the best learning rate of its grid, made once."""
+        path = self.book.folder / (
+            "pretrained.quick.pt" if self.settings.quick else "pretrained.pt"
         )
-    return rows
+        if not path.exists():
+            other = Settler("language, AdamW", self.settings, self.book)
+            torch.save(methods.trained(other.bench, Run(other.best(), PRETRAINING_SEED)), path)
+        state: dict[str, Tensor] = torch.load(path, map_location=device)
+        return state
+
+    def jobs(self, method: str, lrs: Iterable[float], seeds: Iterable[int]) -> list[Job]:
+        seeds = list(seeds)
+        return [Job(self.name, method, lr, seed, self.plan.steps) for lr in lrs for seed in seeds]
+
+    def make(self, method: str, jobs: Sequence[Job], bench: Bench | None = None) -> list[Ended]:
+        how = METHODS[method.split(" @ ")[0]]
+        rows = how.rows if how.rows > 1 else 1
+        at_once = max(self.at_once * (4 if rows > 1 else 1) // rows, 1)
+        return self.book.make(jobs, at_once, lambda runs: how.train(bench or self.bench, runs))
+
+    # The grid -----------------------------------------------------------------------------------
+
+    def best(self, method: str = REFERENCE) -> float:
+        """Of the grid, widened while it sits at an end; on seeds that are not reported."""
+        curve = self.curve(method)
+        return min(curve, key=curve.__getitem__)
+
+    def curve(self, method: str = REFERENCE) -> dict[float, float]:
+        """The mean loss at every learning rate of the grid."""
+        low, high = -HALF_GRID, HALF_GRID
+        while True:
+            grid = [self.plan.middle * 2.0**place for place in range(low, high + 1)]
+            ended = self.make(method, self.jobs(method, grid, self.settings.selection))
+            num = len(self.settings.selection)
+            losses = [
+                fmean(worst_if_lost(end.live["loss"]) for end in ended[at : at + num])
+                for at in range(0, len(ended), num)
+            ]
+            curve = dict(zip(grid, losses, strict=True))
+            at = min(range(len(grid)), key=losses.__getitem__)
+            if 0 < at < len(grid) - 1:
+                return curve
+            low, high = (low - 2, high) if at == 0 else (low, high + 2)
+
+    def stable(self) -> float:
+        """The largest learning rate of the grid that is not lost; the grid is extended for it."""
+        curve = self.curve()
+        limit = min(curve.values()) * (1 + LOST_PCT / 100)
+        lr = max(lr for lr, loss in curve.items() if loss <= limit)
+        while lr >= max(curve):
+            job = self.jobs(REFERENCE, [2 * lr], self.settings.selection)
+            loss = fmean(worst_if_lost(end.live["loss"]) for end in self.make(REFERENCE, job))
+            curve[2 * lr] = loss
+            if loss > limit:
+                break
+            lr *= 2
+        return lr
+
+    # The runs -----------------------------------------------------------------------------------
+
+    def settle(self, chosen: Sequence[str]) -> None:
+        best = self.best()
+        self.make(REFERENCE, self.jobs(REFERENCE, [best], self.settings.seeds))
+        for method in chosen:
+            how = METHODS.get(method)
+            if how is None or self.plan.optimizer not in how.optimizers:
+                continue
+            if how.kind in ("guard", "second"):  # below
+                continue
+            lrs, seeds = self._share(how)
+            self.make(method, self.jobs(method, [best * start for start in lrs], seeds))
+        if SECOND in chosen:
+            again = self.best(SECOND)
+            self.make(SECOND, self.jobs(SECOND, [again], self.settings.seeds))
+        if "hdet, no scout" in chosen:
+            wild = [10 * self.stable()]
+            for method in (REFERENCE, "hdet, no scout"):
+                self.make(method, self.jobs(method, wild, self.settings.seeds))
+        if "small grid" in chosen:
+            self.small_grid()
+
+    def _share(self, how: Method) -> tuple[Sequence[float], Sequence[int]]:
+        """From which starts and with which seeds a method is tried."""
+        settings = self.settings
+        if how.kind == "hdet":
+            return settings.starts, settings.seeds
+        if not how.takes_lr:
+            return (1.0,), settings.seeds
+        if how.kind == "plain":
+            return settings.starts, settings.seeds[:3]
+        if how.kind == "control":
+            return (1.0,), settings.seeds[:3]
+        return settings.few_starts, settings.seeds[:3]
+
+    def small_grid(self) -> list[list[Ended]]:
+        """What the same compute buys as a sweep: nine runs of a ninth of the steps."""
+        plan = self.plan._replace(steps=self.plan.steps // 9)
+        grid = [self.plan.middle * 2.0**place for place in range(-4, 5)]
+        bench = self.bench._replace(plan=plan)
+        found = []
+        for seed in self.settings.seeds:
+            jobs = [Job(self.name, REFERENCE, lr, seed, plan.steps) for lr in grid]
+            found.append(self.make(REFERENCE, jobs, bench))
+        return found
 
 
-def best_of_grid(name: str, settings: Settings, bench: Bench) -> float:
-    """Widened while the best sits at an end; picked on a seed that is not reported."""
-    places = list(range(-4, 5))
-    middle = TASKS[name][2]
-    while True:
-        grid = [middle * STEP_OF_GRID**place for place in places]
-        jobs = [Job(name, "fixed", lr, SELECTION_SEED, settings.steps) for lr in grid]
-        losses = [ended.loss for ended in bench(f"{name}, grid", jobs)]
-        best = min(range(len(grid)), key=losses.__getitem__)
-        if 0 < best < len(grid) - 1:
-            return grid[best]
-        places += [places[0] - 1] if best == 0 else [places[-1] + 1]
-        places.sort()
+def worst_if_lost(loss: float | None) -> float:
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-# Output ---------------------------------------------------------------------------------------
+class Settings(NamedTuple):
+    quick: bool
+    folder: Path | None
+    starts: Sequence[float] = STARTS
+    few_starts: Sequence[float] = FEW_STARTS
+    seeds: Sequence[int] = (0, 1, 2, 3, 4)
+    selection: Sequence[int] = SELECTION_SEEDS
 
 
-def regrets(rows: Sequence[dict[str, Any]], method: str) -> list[float]:
-    chosen = [row["regret_pct"] for row in rows if row["method"] == method]
-    return sorted(math.inf if regret is None else regret for regret in chosen)
-
-
-def headline(rows: Sequence[dict[str, Any]], method: str) -> dict[str, Any]:
-    found = regrets(rows, method)
-    at_best = [r["regret_pct"] for r in rows if r["method"] == method and r["start"] == 1.0]
-    return {
-        "median_regret_pct": median(found),
-        "p90_regret_pct": found[math.ceil(0.9 * len(found)) - 1],
-        "worst_regret_pct": _finite(found[-1]),
-        "harm_at_best_pct": median(at_best) if None not in at_best else None,
-        "runs_lost": sum(not math.isfinite(regret) for regret in found),
-    }
-
-
-def table(rows: Sequence[dict[str, Any]], starts: Sequence[float]) -> str:
-    heads = "".join(f"{f'x {start:.3g}':>9}" for start in starts)
-    lines = [f"regret in %, mean over seeds\n{'task':<18}{'method':<14}{heads}"]
-    for task in dict.fromkeys(row["task"] for row in rows):
-        for method in METHODS:
-            cells = ""
-            for start in starts:
-                found = [
-                    math.inf if row["regret_pct"] is None else row["regret_pct"]
-                    for row in rows
-                    if (row["task"], row["method"]) == (task, method)
-                    and math.isclose(row["start"], start)
-                ]
-                cells += f"{fmean(found):9.2f}" if found else f"{'':>9}"
-            lines.append(f"{task:<18}{method:<14}{cells}")
-    return "\n".join(lines)
+QUICK_METHODS = ("hdet", "OneCycleLR", "Prodigy", "Schedule-Free AdamW")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short runs, few starts, one seed")
-    parser.add_argument("--only", default="", help="the beginning of task names")
-    parser.add_argument("--seeds", type=int, help="fewer seeds than the full benchmark has")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="small models, few starts, one seed")
+    parser.add_argument("--only", default="", help="the beginnings of task names, by semicolons")
+    parser.add_argument("--methods", help="by semicolons; all by default")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop before, go on later")
     parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    settings = QUICK if options.quick else FULL
-    settings = settings._replace(seeds=options.seeds or settings.seeds)
-    out = options.out or RESULTS / ("settle.quick.json" if options.quick else "settle.json")
     folder = None if options.data is None else Path(options.data)
-    bench = Bench(out, folder, options.workers, resume=True)
-    rows: list[dict[str, Any]] = []
-    for name in TASKS:
-        if name.startswith(options.only):
-            rows += settle(name, settings, bench)
-            bench.write(
-                {
-                    "headline": headline(rows, "hdet"),
-                    "headline_with_a_probe": headline(rows, "hdet, probe"),
-                    "settings": {**settings._asdict(), "replicas": N, "grid": STEP_OF_GRID},
-                    "versions": {
-                        "hdet": hdet.__version__,
-                        "torch": torch.__version__,
-                        "python": platform.python_version(),
-                    },
-                    "device": "cuda" if torch.cuda.is_available() else "cpu",
-                    "rows": rows,
-                }
-            )
-    print(table(rows, settings.starts))
-    print(headline(rows, "hdet"))
+    settings = Settings(options.quick, folder)
+    if options.quick:
+        settings = settings._replace(
+            starts=(1e-3, 0.1, 1.0, 10.0, 1000.0),
+            few_starts=(1e-2, 1.0),
+            seeds=(0,),
+            selection=(100,),
+        )
+    everything = QUICK_METHODS if options.quick else (*METHODS, "small grid")
+    chosen = options.methods.split(";") if options.methods else everything
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    book = Book(
+        options.out or RESULTS / ("settle.quick.json" if options.quick else "settle.json"),
+        options.minutes,
+    )
+    try:
+        for name in ENTRIES:
+            if name.startswith(tuple(options.only.split(";"))):
+                Settler(name, settings, book).settle(chosen)
+        book.write(finished=True)
+    except TimeIsUp:
+        print("the time is up: the same command goes on from here")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ class Sample:
             "time": 1.7e9,
             "step": 12,
             "points": points,
+            "close": [{"factor": 2.0**p, "score": 3.4 - 0.1 * p, "error": 0.01} for p in range(3)],
+            "noise": 2.5,
             "peaks": dict.fromkeys(self.knobs, self.lr),
             "found": 2.0,
             "factor": 4.0,

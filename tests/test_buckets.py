@@ -82,3 +82,11 @@ def test_plans_of_tensors_that_are_gone_are_forgotten() -> None:
         buckets.of(lasting)
         buckets.of([torch.zeros(8)])
     assert len(buckets._plans) <= 3
+
+
+def test_what_is_needed_once_is_forgotten() -> None:
+    buckets, once, kept = Buckets(4096), [torch.zeros(9)], [torch.zeros(9)]
+    buckets.of(kept)
+    buckets.of(once)
+    buckets.forget(once)
+    assert [plan.tensors for plan in buckets._plans.values()] == [kept]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import hdet
 from hdet.scout import Lost
@@ -140,7 +140,101 @@ def test_replicas_scout_alone_and_the_run_begins_anew(
     line = told(tmp_path)
     want = [float(alone(replica, factor)) for replica, factor in enumerate(factors)]
     assert [point["score"] for point in line["points"]] == pytest.approx(want, rel=1e-9)
-    assert line["found"] * N**0.5 == pytest.approx(answers[0]["scale"])
+    # The gradients of the first step are of one place: how much noise is in them?
+    gradients = [gradient(replica) for replica in range(N)]
+    mean = torch.stack(gradients).mean(0)
+    variance = sum(float((g - mean).square().sum()) for g in gradients) / (N - 1)
+    noise = variance / (float(mean.square().sum()) - variance / N)
+    assert line["noise"] == pytest.approx(noise, rel=1e-9)
+    growth = (1 + noise) / (1 + noise / N)
+    course = one_cycle(S)
+    expected = line["found"] * growth * S * LR / sum(course[:S])
+    assert answers[0]["scale"] == pytest.approx(expected, rel=1e-6)
+
+
+def gradient(replica: int) -> Tensor:
+    model = net()
+    loss_of(model, batch(0, replica)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def one_cycle(steps: int) -> list[float]:
+    """The learning rates of torch's own, one for each step and one beyond."""
+    plain = torch.optim.AdamW(net().parameters(), lr=LR)
+    schedule = OneCycleLR(plain, LR, total_steps=steps)
+    course = [float(schedule.get_last_lr()[0])]
+    for _ in range(steps):
+        plain.step()
+        schedule.step()
+        course.append(float(schedule.get_last_lr()[0]))
+    return course
+
+
+class Only:
+    """A schedule of the user's own that only some processes can look ahead in."""
+
+    def __init__(self, rank: int) -> None:
+        self._known = 20 if rank == 0 else S
+
+    def factor(self, step: int) -> float:
+        if step > self._known:
+            raise LookupError("not known yet")
+        return 1 - step / S
+
+
+def disagreeing(rank: int) -> float:
+    model = net()
+    run = SmallRun(
+        "processes",
+        rank,
+        N,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: LambdaLR(optimizer, Only(rank).factor),
+        scout=SCOUT,
+        probe=hdet.Probe(score, tail=0.0),
+        controller=None,
+        spread=0.0,
+        total_steps=S,
+        sync_every=10,
+    )
+    for _ in range(STEPS):
+        run.step()
+    return run.scheduler.get_knobs()["lr/group0"]
+
+
+def test_a_schedule_that_some_processes_cannot_look_ahead_in_does_not_take_them_apart(
+    processes: Processes,
+) -> None:
+    assert len(set(processes(N, disagreeing))) == 1
+
+
+def test_gradients_that_nobody_trains_with_do_not_count(tmp_path: Path) -> None:
+    """They are never cleared, and would grow from round to round."""
+    noises = []
+    for name, frozen in (("left", False), ("frozen", True)):
+        model = net()
+        for parameter in model.up.parameters():
+            parameter.requires_grad_(not frozen)
+        rest = [*model.norm.parameters(), *model.down.parameters()]
+        run = SmallRun(
+            "stacked",
+            0,
+            N,
+            model,
+            torch.optim.AdamW(rest, lr=LR),
+            lambda optimizer: OneCycleLR(optimizer, LR, total_steps=S),
+            scout=SCOUT,
+            probe=hdet.Probe(score, tail=0.0),
+            controller=None,
+            spread=0.0,
+            sync_every=10,
+            record=tmp_path / name,
+        )
+        for _ in range(STEPS):
+            run.step()
+        noises.append(told(tmp_path / name)["noise"])
+    assert noises[0] == pytest.approx(noises[1], rel=1e-9)
 
 
 def test_both_engines_go_the_same_way(processes: Processes) -> None:
@@ -152,14 +246,7 @@ def test_both_engines_go_the_same_way(processes: Processes) -> None:
 
 def test_the_schedule_is_played_over_what_is_left() -> None:
     run = Run("stacked").go(STEPS)
-    scale = run.scheduler.get_knobs()["lr/group0"]
-    plain = torch.optim.AdamW(net().parameters(), lr=LR)
-    schedule = OneCycleLR(plain, LR, total_steps=S)
-    course = [schedule.get_last_lr()[0]]
-    for _ in range(S):
-        plain.step()
-        schedule.step()
-        course.append(schedule.get_last_lr()[0])
+    scale, course = run.scheduler.get_knobs()["lr/group0"], one_cycle(S)
     for step in range(S - STEPS):
         assert run.scheduler.get_base_lr() == [
             pytest.approx(scale * course[round(step * S / (S - STEPS))])
@@ -206,16 +293,17 @@ def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_rounds_that_were_made_are_not_made_again_after_a_resume() -> None:
-    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds for four replicas
+@pytest.mark.parametrize("made", [6, 12, 18])
+def test_rounds_that_were_made_are_not_made_again_after_a_resume(made: int) -> None:
+    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds, and two around the choice
     whole, cut = Run("stacked", scout=scout), Run("stacked", scout=scout)
-    whole.go(12)
-    cut.go(6)
+    whole.go(24)
+    cut.go(made)
     cut.scheduler.converge()
     other = Run("stacked", scout=scout)
     other.bare.load_state_dict(cut.bare.state_dict())
     other.scheduler.load_state_dict(cut.scheduler.state_dict())
-    other.go(6)
+    other.go(24 - made)
     assert other.scheduler.get_knobs() == whole.scheduler.get_knobs()
     assert other.scheduler.get_knobs()["lr/group0"] != 1.0
 

@@ -89,6 +89,7 @@ def test_a_scout_is_read(tmp_path: Path) -> None:
     assert told is not None
     assert (told.step, told.found, told.scores[-1]) == (12, 2.0, None)
     assert told.factors[:2] == (0.01, 0.04)
+    assert told.close[0] == (1.0, 3.4)
 
 
 def test_what_a_resume_supersedes_is_dropped_and_counted(tmp_path: Path) -> None:

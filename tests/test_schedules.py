@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
+from hdet.base import Base
 from tests.processes import Processes
 
 N, T, STEPS, LR, SPREAD = 2, 5, 40, 0.1, 0.5
@@ -155,3 +156,20 @@ def test_every_schedule_resumes(name: str, tmp_path: Any) -> None:
             each.step()
         scheduler.step()
         resumed.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_mean_of_a_schedule_is_known_before_it_is_played(name: str) -> None:
+    make, form = SCHEDULES[name]
+    base = Base(make(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)))
+    before = base.state_dict()
+    told = base.mean_share(STEPS)
+    assert base.state_dict() == before
+    mean = sum(LR * form(step) for step in range(STEPS)) / STEPS
+    assert told == pytest.approx(mean / base.peaks[0])
+
+
+def test_nobody_knows_the_mean_of_a_schedule_that_waits_for_a_metric_or_has_no_end() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)
+    assert Base(torch_schedules.ConstantLR(optimizer)).mean_share(None) is None
+    assert Base(torch_schedules.ReduceLROnPlateau(optimizer)).mean_share(STEPS) is None

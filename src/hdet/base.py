@@ -1,6 +1,8 @@
 """The wrapped schedule: advanced with the fan-out undone, read through its own report."""
 
 import copy
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -51,6 +53,35 @@ class Base:
             return [float(lr) for lr in highest]
         entries = self.optimizer.param_groups
         return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
+
+    def mean_share(self, total_steps: int | None) -> float | None:
+        """The mean of what is left of the schedule, in units of its peak; none if nobody knows.
+
+        A copy of it is played to its end, beside the optimizer.
+        """
+        num = 0 if total_steps is None or self.wants_metric else total_steps - self.step
+        if num <= 0:
+            return None
+        pairs = zip(self.optimizer.param_groups, self.lrs, strict=True)
+        groups = [{**g, "lr": lr, "initial_lr": g.get("initial_lr", lr)} for g, lr in pairs]
+        stand_in = SimpleNamespace(param_groups=groups, step=lambda: None, _opt_called=True)
+        total = 0.0
+        # Whatever a method of the user's own belongs to is not for us to copy.
+        callables = getattr(self.schedule, "lr_lambdas", [])
+        owners = [f.__self__ for f in callables if hasattr(f, "__self__")]
+        kept = {id(owner): owner for owner in owners} | {id(self.optimizer): stand_in}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nobody steps the stand-in
+            try:
+                played: Any = copy.deepcopy(self.schedule, kept)
+                for number in range(num):
+                    shares = zip(groups, self.peaks, strict=True)
+                    total += sum(float(g["lr"]) / peak for g, peak in shares)
+                    if number < num - 1:
+                        played.step()
+            except Exception:  # a schedule of the user's own that cannot be copied
+                return None
+        return total / num / len(groups)
 
     @property
     def step(self) -> int:

@@ -69,6 +69,11 @@ class Body:
         """Every tensor of a part once, also if it is tied, without gradient or outside a model."""
         return [t for _, t in self._state()] if name == "state" else self._parts[name]
 
+    def steered(self) -> list[Tensor]:
+        """The parameters that the optimizer moves; others may have gradients that nobody clears."""
+        groups = self.optimizer.param_groups
+        return _once([p for group in groups for p in group["params"] if p.requires_grad])
+
     def divided(self, names: Iterable[str], agreed: Agreed) -> tuple[list[Tensor], list[Tensor]]:
         """What replicas may differ in: tensors to average, and those of which the largest counts.
 

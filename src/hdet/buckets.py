@@ -80,6 +80,11 @@ class Buckets:
         self._in_use.add(key)
         return self._plans[key]
 
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """A plan keeps its tensors alive: these are not needed any more."""
+        self._plans.pop(id(tensors), None)
+        self._in_use.discard(id(tensors))
+
     def _cut(self, tensors: Sequence[Tensor]) -> list[Bucket]:
         piece_bytes = self.bucket_bytes // SLOTS // 16 * 16  # aligned for every dtype
         in_place: list[Bucket] = []

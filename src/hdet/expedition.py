@@ -1,6 +1,7 @@
 """A scout's hands: every replica trains alone with its own learning rate, and comes back."""
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from hdet.outset import Outset
 from hdet.parameters import Parameters
 from hdet.replicas import Replicas
 from hdet.roll_call import RollCall
-from hdet.scout import Scout, Search, points_of
+from hdet.scout import Agreement, Scout, Search, points_of
 from hdet.snapshot import Snapshot
 
 HIGHEST = 3e4
@@ -33,6 +34,7 @@ class Expedition:
         self.search = Search(scout, num_replicas=replicas.size, total_steps=total_steps)
         self._parameters, self._replicas, self._model = parameters, replicas, model
         self._done = 0
+        self._agreement: Agreement | None = None
         self._outset = Outset(optimizer, model, parameters)
         replicas.share_gradients(model, False)
 
@@ -47,16 +49,25 @@ class Expedition:
     def advance(self) -> bool:
         """One step further; whether the round is over."""
         self._outset.settle()  # also if the first step was skipped, as GradScaler does
+        if self._done == 0:  # these gradients are of one place
+            norms = self._parameters.gradient_norms()
+            self._agreement = None if norms is None else Agreement(*norms)
         self._done += 1
-        return self._done == self.search.num_steps
+        return self._done >= self.search.num_steps
 
     def steps_left(self) -> int:
         return self.search.num_steps - self._done
 
-    def judge(self, call: RollCall) -> None:
-        """What every replica has come to in this round."""
+    def judge(self, call: RollCall, outset: RollCall | None) -> None:
+        """What every replica has come to in this round, and what the weights of before score.
+
+        By losses nobody knows that: those of the first step are of a few batches.
+        """
+        scores = None if outset is None else outset.scores
         self.search.tell(
-            points_of(self.search.factors, call.losses, call.errors, call.scores, call.finite)
+            points_of(self.search.factors, call.losses, call.errors, call.scores, call.finite),
+            self._agreement,
+            None if scores is None else fmean(scores[0]),
         )
 
     def come_back(self) -> None:
@@ -82,7 +93,8 @@ class Expedition:
 
     def _best_replica(self) -> int | None:
         """That of the last round, if the best learning rate was tried there."""
-        finite = [(p.score, p.factor) for p in self.search.points if p.score is not None]
+        seen = self.search.close_points or self.search.points
+        finite = [(p.score, p.factor) for p in seen if p.score is not None]
         best, last = min(finite)[1] if finite else None, self.search.last_factors
         if best in last:
             return last.index(best)
@@ -98,6 +110,8 @@ def scout_line(
         "event": "scout",
         "step": step,
         "points": [point._asdict() for point in search.points],
+        "close": [point._asdict() for point in search.close_points],
+        "noise": search.noise,
         "peaks": dict(peaks),
         "found": search.found,
         "factor": factor,

@@ -256,39 +256,55 @@ def scout(history: History) -> Plot | None:
     given = known(seen.peaks.values())
     single = len(seen.peaks) == 1 and given and given[0] > 0
     unit = given[0] if single else 1.0
-    tried = [
-        (rate, score)
-        for factor, score in zip(seen.factors, seen.scores, strict=True)
-        if factor is not None and 0 < (rate := factor * unit) < math.inf
-    ]
-    points = [(rate, score) for rate, score in sorted(tried, key=_first) if score is not None]
+    tried = _rates(zip(seen.factors, seen.scores, strict=True), unit)
+    points = [(rate, score) for rate, score in tried if score is not None]
     if len(points) < 2:
         return None
+    close = [(rate, score) for rate, score in _rates(seen.close, unit) if score is not None]
     rates, scores = [rate for rate, _ in points], [score for _, score in points]
     # The lowest has hardly moved; what is far worse than that would flatten everything else.
-    top = min(scores[0] + 0.6 * (scores[0] - min(scores)), max(scores))
-    trace: Trace = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "score",
-        "x": [rounded(rate) for rate in rates],
-        "y": [rounded(score) for score in scores],
-        "hovertemplate": "%{x:.3~g}: %{y:.4~g}<extra></extra>",
-        **look(0, 2.2),
-    }
+    low = min(score for _, score in [*points, *close])
+    top = min(scores[0] + 0.6 * (scores[0] - low), max(scores))
+    traces = [_scores("score", points, 0)]
+    if close:
+        traces.append(_scores("around the first choice, in longer rounds", close, 1))
     lost = [rate for rate, score in tried if score is None]
     found = None if seen.found is None else rounded(seen.found * unit)
     what = "learning rate" if single else "times the given learning rate"
     layout = layout_of(
-        axis("score", **_frame(min(scores), top)),
+        axis("score", **_frame(low, top)),
         [history],
-        showlegend=False,
+        showlegend=bool(close),
         hovermode="closest",
         xaxis=axis(what, rates, showline=True, ticks="outside"),
         shapes=[_upright(found)] if found else [],
     )
     caption = _scouted(seen, unit, sum(score > top for score in scores), lost)
-    return Plot("What the scout saw", caption, [trace], layout)
+    return Plot("What the scout saw", caption, traces, layout)
+
+
+def _rates(
+    points: Iterable[tuple[float | None, float | None]], unit: float
+) -> list[tuple[float, float | None]]:
+    """The learning rates that were tried, from below."""
+    tried = [
+        (rate, score)
+        for factor, score in points
+        if factor is not None and 0 < (rate := factor * unit) < math.inf
+    ]
+    return sorted(tried, key=_first)
+
+
+def _scores(name: str, points: Sequence[tuple[float, float]], place: int) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": [rounded(rate) for rate, _ in points],
+        "y": [rounded(score) for _, score in points],
+        "hovertemplate": "%{x:.3~g}: %{y:.4~g}<extra></extra>",
+        **look(place, 2.2),
+    }
 
 
 def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) -> str:
@@ -301,7 +317,7 @@ def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) 
         told.append(f"Chosen: {brief(seen.found * unit)}, {shortened(seen.reason, 120)}.")
     if seen.factor is not None:
         told.append(
-            f"With the batch of all replicas the schedule peaks at {brief(seen.factor * unit)}."
+            f"For the batch of all replicas the schedule peaks at {brief(seen.factor * unit)}."
         )
     return " ".join(told)
 

@@ -186,14 +186,15 @@ def _left_over(columns: Sequence[list[float]], knob: int) -> list[float] | None:
         return None
     basis: list[list[float]] = []
     for other in [*columns[:knob], *columns[knob + 1 :]]:
-        rest = _without(other, basis)
+        rest = without(other, basis)
         if _dot(rest, rest) > LEAST_SHARE * _dot(other, other):
             basis.append(rest)
-    rest = _without(own, basis)
+    rest = without(own, basis)
     return rest if _dot(rest, rest) > LEAST_SHARE * power else None
 
 
-def _without(column: Sequence[float], basis: Sequence[list[float]]) -> list[float]:
+def without(column: Sequence[float], basis: Sequence[list[float]]) -> list[float]:
+    """What columns that are orthogonal to each other leave of another."""
     rest = list(column)
     for one in basis:
         share = _dot(rest, one) / _dot(one, one)

@@ -104,6 +104,8 @@ class Scouted(NamedTuple):
     factor: float | None
     """What the run begins with."""
     reason: str
+    close: tuple[tuple[float | None, float | None], ...] = ()
+    """Factors and scores around the first choice, in longer rounds."""
 
 
 class Rollback(NamedTuple):
@@ -467,7 +469,10 @@ def _note(event: Mapping[str, Any]) -> Note:
 
 
 def _scouted(event: Mapping[str, Any]) -> Scouted:
-    points = _each(event, "points", lambda e: (_number(e, "factor"), _number(e, "score")))
+    def point(entry: Mapping[str, Any]) -> tuple[float | None, float | None]:
+        return _number(entry, "factor"), _number(entry, "score")
+
+    points = _each(event, "points", point)
     peaks = _table(event, "peaks")
     return Scouted(
         step=_whole(event, "step"),
@@ -477,6 +482,7 @@ def _scouted(event: Mapping[str, Any]) -> Scouted:
         found=_number(event, "found"),
         factor=_number(event, "factor"),
         reason=_text(event, "reason"),
+        close=_each(event, "close", point),
     )
 
 

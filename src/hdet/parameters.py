@@ -68,6 +68,21 @@ class Parameters:
             return torch.stack([fingerprint(row)[None] for row in prints])
         return prints
 
+    @torch.no_grad()
+    def gradient_norms(self) -> tuple[float, float] | None:
+        """The mean squared norm of the replicas' gradients, and that of their mean.
+
+        None if a replica has no gradients, or none that are finite.
+        """
+        self.refresh()
+        rows = [[_gradient(p) for p in body.steered()] for body in self._bodies]
+        alone = torch.stack([_square(row) for row in rows])
+        everyone = self._replicas.gather(alone)
+        if not bool((everyone.isfinite() & (everyone > 0)).all()):
+            return None
+        self._replicas.average_(rows, range(self._replicas.size), once=True)
+        return float(everyone.mean()), float(_square(rows[0]))
+
     def describe(self) -> dict[str, Shape]:
         """Name -> what replicas must have in common, for the door."""
         body = self._bodies[0]
@@ -207,6 +222,19 @@ class Parameters:
         for body in self._bodies:
             body.refresh()
         return [tensor.detach() for body in self._bodies for tensor in body.part("moving")]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """A copy of it; nothing where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense().detach().clone()
+
+
+def _square(tensors: Sequence[Tensor]) -> Tensor:
+    """Of the norm of all of them together."""
+    sums = [tensor.abs().double().square().sum() for tensor in tensors]
+    return sum((one.to(sums[0].device) for one in sums), torch.zeros((), dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -51,8 +51,11 @@ class Replicas(Protocol):
     def are_finite(self, rows: Rows) -> Tensor:
         """For each local replica whether all its elements are finite, on the device."""
 
-    def average_(self, rows: Rows, fit: Sequence[int]) -> int:
-        """All replicas take the mean over those that are fit; the bytes that were reduced."""
+    def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
+        """All replicas take the mean over those that are fit; the bytes that were reduced.
+
+        Rows that are averaged `once` are not kept in mind for the next time.
+        """
 
     def maximum_(self, rows: Rows) -> int:
         """All replicas take the maximum over all of them; the bytes that were reduced."""
@@ -87,7 +90,7 @@ class OneReplica:
     def are_finite(self, rows: Rows) -> Tensor:
         return torch.ones(1, dtype=torch.bool)
 
-    def average_(self, rows: Rows, fit: Sequence[int]) -> int:
+    def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
         return 0
 
     def maximum_(self, rows: Rows) -> int:
@@ -171,7 +174,7 @@ class ProcessReplicas:
         totals = [total.to(device=sums[0].device, dtype=torch.float64) for total in sums]
         return torch.stack(totals).isfinite().all()[None]
 
-    def average_(self, rows: Rows, fit: Sequence[int]) -> int:
+    def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
         included = self.local[0] in fit
         plan = self._buckets.of(rows[0])
         loads, plan.is_loaded = not plan.is_loaded, False
@@ -186,7 +189,10 @@ class ProcessReplicas:
             bucket.wire.div_(len(fit))
             bucket.store()
 
-        return self._reduce(plan, dist.ReduceOp.SUM, fill, empty)
+        sent = self._reduce(plan, dist.ReduceOp.SUM, fill, empty)
+        if once:
+            self._buckets.forget(rows[0])
+        return sent
 
     def maximum_(self, rows: Rows) -> int:
         plan = self._buckets.of(rows[0])

@@ -38,7 +38,7 @@ from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.scout import Scout
+from hdet.scout import Scout, peak_of
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
 from hdet.validation import number_of
 
@@ -414,9 +414,11 @@ class HDET(LRScheduler):
             self._replicas,
             self._settings.total_steps,
         )
+        self._steering.rest()
         if told is not None:
             self._expedition.search.load_state_dict(told)
-        self._steering.rest()
+            if self._expedition.search.is_over:
+                self._conclude(self._expedition)
 
     def _scout_step(self, expedition: Expedition) -> None:
         self.last_epoch += 1
@@ -434,12 +436,10 @@ class HDET(LRScheduler):
     def _end_round(self, expedition: Expedition) -> None:
         search = expedition.search
         try:
-            # The same batches in all rounds.
-            probed = self._probe(cycle=0, sync_every=search.num_steps, fresh=True)
-            call = self._roll_call(probed=probed)
-            if probed is None:
+            call = self._score_round(search.num_steps)
+            if call.scores is None:
                 call.require_losses(self.last_epoch)
-            expedition.judge(call)
+            expedition.judge(call, self._score_outset(expedition, call))
         except Exception:  # what there was before is not lost
             self._parameters.restore_(expedition.camp)
             self._begin_anew(cut_short=True)
@@ -449,6 +449,18 @@ class HDET(LRScheduler):
         self._begin_anew(cut_short=True)
         self._conclude(expedition)
 
+    def _score_round(self, num_steps: int) -> RollCall:
+        # The same batches in all rounds.
+        return self._roll_call(probed=self._probe(cycle=0, sync_every=num_steps, fresh=True))
+
+    def _score_outset(self, expedition: Expedition, call: RollCall) -> RollCall | None:
+        """By the same batches, once."""
+        if call.scores is None or expedition.search.outset is not None:
+            return None
+        self._parameters.forget_iterates()
+        with self._parameters.visit_snapshot(expedition.camp):
+            return self._score_round(expedition.search.num_steps)
+
     def _conclude(self, expedition: Expedition) -> None:
         """If the search is over, begin the run with what was found."""
         search, factor = expedition.search, None
@@ -456,12 +468,19 @@ class HDET(LRScheduler):
             shared = self._settings.gradients == "shared"
             rule = expedition.scout.batch_rule if shared else "none"
             kind = type(self._optimizers[0]).__name__
-            factor = search.factor_for(rule, kind, self._replicas.size)
+            factor = search.factor_for(rule, kind, peak=peak_of(self._mean_share()))
             self._steering.rescale(factor)
             self._clock.scouted(self.last_epoch)
             self._end_scout(expedition)
         peaks = dict(zip(self._base.names, self._base.peaks, strict=True))
         self._write_record(scout_line(self.last_epoch, search, peaks, factor))
+
+    def _mean_share(self) -> float | None:
+        """Of the base schedule; none unless all processes agree, who may not all know it."""
+        share = self._base.mean_share(self._settings.total_steps)
+        rows = [[math.nan if share is None else share]] * len(self._replicas.local)
+        shares = self._replicas.gather(torch.tensor(rows, dtype=torch.float64)).flatten().tolist()
+        return shares[0] if all(other == shares[0] for other in shares) else None
 
     def _end_scout(self, expedition: Expedition) -> None:
         expedition.close(shared=self._settings.gradients == "shared")

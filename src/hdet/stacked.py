@@ -164,7 +164,9 @@ class StackedReplicas:
         return torch.stack(norms).view(self.size, -1).isfinite().all(1)
 
     @torch.no_grad()
-    def average_(self, rows: Sequence[Sequence[Tensor]], fit: Sequence[int]) -> int:
+    def average_(
+        self, rows: Sequence[Sequence[Tensor]], fit: Sequence[int], *, once: bool = False
+    ) -> int:
         copy_rows_(rows, mean_of_rows(rows, fit))
         return 0
 

@@ -1,0 +1,98 @@
+"""What the scout of now would have chosen in runs that were made before it was changed.
+
+    python -m benchmarks.foresight [FILE]
+
+Runs in FILE (by default results/settle.json) have recorded what every replica of their scout
+scored. The rule of now is applied to those scores, and the loss at the learning rate it chooses is
+read off the curve of the grid. An estimate: another rule would have made its rounds elsewhere.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.methods import N, shape
+from benchmarks.regret import HDET, by, curve_of, percent, quantile
+from benchmarks.settle import ENTRIES, RESULTS
+from hdet.scout import Point, grown, judge, peak_of, refine
+
+
+class Foreseen(NamedTuple):
+    task: str
+    chosen: float
+    """In units of the best of the grid."""
+    """Both are no numbers where the rule would have looked further, and nobody knows at what."""
+    regret: float
+
+
+def foreseen(runs: Sequence[Mapping[str, Any]], method: str = HDET) -> Iterator[Foreseen]:
+    for task, own in by(runs, lambda run: run["job"]["task"]).items():
+        curve = curve_of(own)
+        best = min(curve, key=curve.__getitem__)
+        for run in own:
+            notes = run["ended"]["notes"]
+            if run["job"]["method"] == method and notes["close"]:
+                factor = choice(notes, ENTRIES[task].full.optimizer, run["job"]["steps"])
+                lr = None if factor is None else factor * run["job"]["lr"]
+                regret = math.nan if lr is None else 100 * (at(curve, lr) / curve[best] - 1)
+                yield Foreseen(task, math.nan if lr is None else lr / best, regret)
+
+
+def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None:
+    """As in `Search.factor_for`, from what was recorded."""
+    points = [Point(*point) for point in notes["points"]]
+    lowest = min(points)
+    outset = notes.get("outset", lowest.score)
+    rough = judge(points, outset)
+    if rough.factor is None or rough.shift:
+        return None
+    found = refine([Point(*point) for point in notes["close"]], rough)
+    assert found.factor is not None
+    wave = shape("one cycle", steps, True)
+    wanted = found.factor * grown("auto", optimizer, N, notes["noise"])
+    wanted *= peak_of(sum(wave.lrs) / steps)
+    highest = max(points).factor if found.edge is None else found.edge / 2
+    return max(min(wanted, highest), found.factor)
+
+
+def at(curve: Mapping[float, float], lr: float) -> float:
+    """The loss at a learning rate, between those of a grid; beyond its ends that of the end."""
+    if lr <= min(curve):
+        return curve[min(curve)]
+    for (low, below), (high, above) in pairwise(sorted(curve.items())):
+        if lr <= high:
+            share = math.log(lr / low) / math.log(high / low)
+            return below + share * (above - below)
+    return curve[max(curve)]
+
+
+def table(found: Sequence[Foreseen]) -> str:
+    lines = [
+        "| | median | 90th percentile | worst | chosen, in units of the best | not known |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, part in by(found, lambda one: one.task).items():
+        unknown = sum(math.isnan(one.regret) for one in part)
+        part = [one for one in part if not math.isnan(one.regret)]
+        regrets = [one.regret for one in part]
+        chosen = [one.chosen for one in part]
+        lines.append(
+            f"| {task} | {percent(median(regrets))} | {percent(quantile(regrets, 0.9))} | "
+            f"{percent(max(regrets))} | {min(chosen):.2g} to {max(chosen):.2g} | "
+            f"{unknown} of {len(part) + unknown} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "settle.json"
+    print(table(list(foreseen(json.loads(path.read_text())["runs"]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What runs lost by their starting learning rate: regret, and the few numbers that sum it up.
+
+Regret is (validation loss - reference) / reference, in percent. The reference of a seed is the run
+with that seed at the best learning rate of the grid, which was picked on other seeds.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from benchmarks.methods import METHODS
+
+HDET, REFERENCE = "hdet", "OneCycleLR"
+SELECTION = 100
+"""Seeds from here on pick the best of a grid, and are not reported."""
+LOST_PCT = 20.0
+"""A run that ends so far behind is lost."""
+
+
+class Row(NamedTuple):
+    """One reported run."""
+
+    task: str
+    method: str
+    start: float
+    seed: int
+    lr: float
+    """At its highest, in units of the best."""
+    regret: float
+    """Of the loss, in percent; infinite if it is not finite."""
+    averaged: float
+    """The same for the averaged weights."""
+    measures: Mapping[str, float]
+
+
+def rows_of(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Every run beside the best of its task's grid, seed by seed."""
+    rows = []
+    for task, own in by(runs, lambda run: run["job"]["task"]).items():
+        full = max(run["job"]["steps"] for run in own)
+        own = [run for run in own if run["job"]["steps"] == full]
+        best = best_of_grid(own)
+        reference = {
+            run["job"]["seed"]: run["ended"]["live"]["loss"]
+            for run in own
+            if run["job"]["method"] == REFERENCE and math.isclose(run["job"]["lr"], best)
+        }
+        for run in own:
+            job, ended = run["job"], run["ended"]
+            if job["seed"] < SELECTION:
+                base = reference[job["seed"]]
+                rows.append(
+                    Row(
+                        task,
+                        job["method"],
+                        job["lr"] / best if METHODS[job["method"]].takes_lr else math.nan,
+                        job["seed"],
+                        ended["lr"] / best,
+                        _regret(ended["live"]["loss"], base),
+                        _regret(ended["averaged"]["loss"], base),
+                        ended["live"],
+                    )
+                )
+    return rows
+
+
+def curve_of(runs: Iterable[Mapping[str, Any]], method: str = REFERENCE) -> dict[float, float]:
+    """The mean loss of every learning rate of a grid, on the seeds that pick the best."""
+    losses = defaultdict(list)
+    for run in runs:
+        if run["job"]["method"] == method and run["job"]["seed"] >= SELECTION:
+            loss = run["ended"]["live"]["loss"]
+            losses[run["job"]["lr"]].append(math.inf if loss is None else loss)
+    return {lr: fmean(values) for lr, values in sorted(losses.items())}
+
+
+def best_of_grid(runs: Iterable[Mapping[str, Any]]) -> float:
+    curve = curve_of(runs)
+    return min(curve, key=curve.__getitem__)
+
+
+def _regret(loss: float | None, reference: float) -> float:
+    known = loss is not None and math.isfinite(loss)
+    return 100 * (loss - reference) / reference if known and loss is not None else math.inf
+
+
+def by(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    parts = defaultdict(list)
+    for item in items:
+        parts[key(item)].append(item)
+    return dict(parts)
+
+
+# Numbers --------------------------------------------------------------------------------------
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def is_lost(row: Row) -> bool:
+    return row.regret > LOST_PCT
+
+
+def headline(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    own = [row for row in rows if row.method == HDET]
+    regrets = [row.regret for row in own]
+    peers = [name for name, method in METHODS.items() if method.kind == "peer"]
+    tried = [name for name in peers if any(row.method == name for row in rows)]
+    medians = {name: median(medians_of(rows, name).values()) for name in tried}
+    best = min(medians, key=medians.__getitem__, default=None)
+    steps = [
+        run["ended"]["notes"]["steps"] / run["job"]["steps"]
+        for run in runs
+        if run["job"]["method"] == HDET
+    ]
+    return {
+        "median_regret_pct": median(regrets),
+        "p90_regret_pct": quantile(regrets, 0.9),
+        "worst_regret_pct": _finite(max(regrets)),
+        "harm_at_best_pct": median(row.regret for row in own if math.isclose(row.start, 1.0)),
+        "runs_lost": sum(map(is_lost, own)),
+        "peers_beaten": sum(beats(rows, name) for name in tried),
+        "peers": len(peers),
+        "group_scout_vs_best_grid_pct": None,
+        "guard_worst_pct": None,
+        "cost_pct": 100 * max(steps),
+        "best_peer": best,
+        "best_peer_median_regret_pct": None if best is None else medians[best],
+    }
+
+
+def medians_of(rows: Sequence[Row], method: str) -> dict[str, float]:
+    """The median regret of a method on each task it was tried on."""
+    own = by((row for row in rows if row.method == method), lambda row: row.task)
+    return {task: median(row.regret for row in part) for task, part in own.items()}
+
+
+def beats(rows: Sequence[Row], peer: str) -> bool:
+    """Whether hdet ends better than a peer on every task that the peer was tried on."""
+    tasks = {row.task for row in rows if row.method == peer}
+    return all(chance(rows, peer, task) < 0.01 for task in tasks)
+
+
+def chance(rows: Sequence[Row], peer: str, task: str) -> float:
+    """Of so many wins over a peer by luck (sign test), paired by seed, and by start if it has one.
+
+    Pairs of one seed share their samples, so this is a guide and no proof.
+    """
+    of = {
+        name: {
+            (row.start, row.seed): row.regret
+            for row in rows
+            if (row.method, row.task) == (name, task)
+        }
+        for name in (HDET, peer)
+    }
+    pairs = [
+        (mine, theirs)
+        for (start, seed), mine in of[HDET].items()
+        for (other, same), theirs in of[peer].items()
+        if seed == same and (math.isnan(other) or math.isclose(start, other))
+    ]
+    wins = sum(mine < theirs for mine, theirs in pairs)
+    return sum(math.comb(len(pairs), k) for k in range(wins, len(pairs) + 1)) / 2 ** len(pairs)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# Words ----------------------------------------------------------------------------------------
+
+
+def percent(value: float) -> str:
+    if math.isnan(value):
+        return ""
+    if value > 999:
+        return "lost"
+    return f"{value:.0f}" if abs(value) >= 20 else f"{value:.1f}"
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """A method a line: what it loses on each task, in the middle and at its worst."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    lines = [
+        "| | " + " | ".join(tasks) + " |",
+        "|---|" + "---|" * len(tasks),
+    ]
+    for method in METHODS:
+        cells = []
+        for task in tasks:
+            found = [row.regret for row in rows if (row.method, row.task) == (method, task)]
+            cells.append(f"{percent(median(found))} ({percent(max(found))})" if found else "")
+        if any(cells):
+            bold = "**" if method == HDET else ""
+            lines.append(f"| {bold}{method}{bold} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""A row of the settling benchmark ends as the library does, and as torch's own loop does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from benchmarks import methods
+from benchmarks.methods import Bench, Run
+from benchmarks.tasks import Batches, Plan, Task
+
+STEPS = 300
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def draw(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(10_000 * seed + step)
+    x = torch.randn(32, 6, generator=source, dtype=torch.float64)
+    noise = 0.5 * torch.randn(32, 4, generator=source, dtype=torch.float64)
+    return x, (x[:, :4] + noise).argmax(1)
+
+
+def batches(seeds: Sequence[int]) -> Batches:
+    def batch(steps: Tensor) -> tuple[Tensor, ...]:
+        parts = [draw(seed, int(step)) for seed, step in zip(seeds, steps, strict=True)]
+        return tuple(torch.stack(part) for part in zip(*parts, strict=True))
+
+    return batch
+
+
+def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+HELD = draw(99, 0)
+
+
+@torch.no_grad()
+def score(model: Any) -> Tensor:
+    return F.cross_entropy(model(HELD[0]), HELD[1], reduction="none")
+
+
+TASK = Task(
+    model, loss, batches, score, score, lambda answer: {"loss": float(answer.double().mean())}
+)
+
+
+def bench(optimizer: str) -> Bench:
+    return Bench(TASK, Plan(optimizer, STEPS, 32, 0.01))
+
+
+def make_optimizer(kind: str, net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    decay, groups = methods.DECAY[kind], [{"params": net.parameters(), "name": "all"}]
+    if kind == "SGD":
+        return torch.optim.SGD(groups, lr, momentum=0.9, weight_decay=decay)
+    return torch.optim.AdamW(groups, lr, weight_decay=decay)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_plain_row_is_torchs_own_loop(kind: str) -> None:
+    runs = [Run(0.01, 0), Run(0.1, 1)]
+    ended = methods.plain(bench(kind), runs)
+    for run, end in zip(runs, ended, strict=True):
+        net = model(run.seed)
+        optimizer = make_optimizer(kind, net, run.lr)
+        schedule = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(net, *draw(run.seed, step)).backward()
+            optimizer.step()
+            if step < STEPS - 1:
+                schedule.step()
+        assert end.live["loss"] == pytest.approx(float(score(net).mean()), rel=1e-9)
+        assert end.lr == pytest.approx(run.lr)
+
+
+def by_the_library(kind: str, run: Run, **how: Any) -> tuple[float, hdet.HDET]:
+    net = model(run.seed)
+    ensemble = hdet.StackedReplicas(net, methods.N)
+    optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr))
+    base = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
+    scheduler = hdet.HDET(base, model=net, replicas=ensemble, sync_every=methods.SYNC_EVERY, **how)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = ensemble.losses(loss, *draw(run.seed, step))
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses.detach())
+    with torch.no_grad():
+        return float(score(ensemble.consensus()).mean()), scheduler
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("probe", [False, True])
+def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:
+    runs = [Run(0.01, 0), Run(1e-5, 1)]
+    ended = methods.with_scout(bench(kind), runs, probe=probe)
+    for run, end in zip(runs, ended, strict=True):
+        expected, _ = by_the_library(
+            kind,
+            run,
+            scout=hdet.Scout(),
+            guard=hdet.Guard(),
+            probe=score if probe else None,
+            spread=0.0,
+            controller=None,
+        )
+        assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
+
+
+def test_a_guarded_row_is_the_library() -> None:
+    run = Run(300.0, 0)
+    (end,) = methods.guarded(bench("SGD"), [run])
+    expected, _ = by_the_library("SGD", run, guard=hdet.Guard(), spread=0.0, controller=None)
+    assert end.notes["returns"] > 0
+    assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
+
+
+def test_the_papers_row_is_the_library() -> None:
+    run = Run(0.03, 3)
+    (end,) = methods.METHODS["paper"].train(bench("AdamW"), [run])
+    net = model(run.seed)
+    ensemble = hdet.StackedReplicas(net, methods.N)
+    optimizer = ensemble.optimizer(make_optimizer("AdamW", net, run.lr))
+    scheduler = hdet.OneCycleHDET(
+        optimizer,
+        run.lr,
+        total_steps=STEPS,
+        model=net,
+        replicas=ensemble,
+        sync_every=methods.SYNC_EVERY,
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = ensemble.losses(loss, *draw(run.seed, step))
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses.detach())
+    with torch.no_grad():
+        expected = float(score(ensemble.consensus()).mean())
+    assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_trains(name: str) -> None:
+    method = methods.METHODS[name]
+    for kind in method.optimizers:
+        ended = method.train(bench(kind), [Run(0.03, 0), Run(0.01, 1)])
+        before = float(score(model(0)).mean())
+        assert all(end.live.keys() == {"loss"} and end.lr > 0 for end in ended)
+        after = ended[0].live["loss"]
+        assert after is not None
+        assert after < before

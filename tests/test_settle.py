@@ -1,0 +1,107 @@
+"""The settling benchmark's book-keeping: what it compares with what, and what it makes of it."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import regret, settle_page
+from benchmarks.methods import Ended, Run
+from benchmarks.settle import Book, Job, TimeIsUp, plain_json
+
+BEST = 0.01
+
+
+def run(method: str, lr: float, seed: int, loss: float, task: str = "a") -> dict[str, Any]:
+    measures = {"loss": loss}
+    notes = {"steps": 20} if method == "hdet" else {}
+    ended = Ended(measures, measures, lr, notes)
+    return plain_json(
+        {"job": Job(task, method, lr, seed, 1000)._asdict(), "ended": ended._asdict()}
+    )
+
+
+def made() -> list[dict[str, Any]]:
+    """A grid whose best is lucky where it is picked, its reference, and three methods."""
+    runs = [run("OneCycleLR", BEST * 2.0**k, 100, 2.0 + k * k) for k in range(-2, 3)]
+    for seed, reference in ((0, 2.0), (1, 4.0)):
+        runs.append(run("OneCycleLR", BEST, seed, reference))
+        for start in (0.01, 1.0, 100.0):
+            runs.append(run("hdet", BEST * start, seed, reference * 1.01))
+            runs.append(
+                run("PBT", BEST * start, seed, reference * (1.5 if start < 10 else math.inf))
+            )
+        runs.append(run("Prodigy", BEST, seed, reference * 1.2))
+    return runs
+
+
+def test_regret_is_paired_by_seed() -> None:
+    rows = regret.rows_of(made())
+    own = [row for row in rows if row.method == "hdet"]
+    assert len(own) == 6
+    assert all(row.regret == pytest.approx(1.0, rel=1e-5) for row in own)
+    assert {round(row.start, 6) for row in own} == {0.01, 1.0, 100.0}
+    assert [row.regret for row in rows if row.method == "PBT"].count(math.inf) == 2
+    assert all(math.isnan(row.start) for row in rows if row.method == "Prodigy")
+
+
+def test_the_headline_names_what_the_issue_asks_for() -> None:
+    runs = made()
+    head = regret.headline(regret.rows_of(runs), runs)
+    assert head["median_regret_pct"] == pytest.approx(1.0, rel=1e-5)
+    assert (head["runs_lost"], head["cost_pct"]) == (0, 2.0)
+    assert (head["best_peer"], head["best_peer_median_regret_pct"]) == (
+        "Prodigy",
+        pytest.approx(20.0, rel=1e-5),
+    )
+    assert head["peers_beaten"] == 0  # six pairs are too few for one in a hundred
+
+
+def test_many_pairs_tell() -> None:
+    runs = made() + [run("OneCycleLR", BEST, seed, 2.0) for seed in range(2, 12)]
+    runs += [run("hdet", BEST, seed, 2.02) for seed in range(2, 12)]
+    runs += [run("PBT", BEST, seed, 3.0) for seed in range(2, 12)]
+    rows = regret.rows_of(runs)
+    assert regret.chance(rows, "PBT", "a") == pytest.approx(2.0**-16)
+    assert regret.beats(rows, "PBT")
+
+
+def test_the_picture_is_well_formed_and_the_page_complete() -> None:
+    runs = made() + [run("OneCycleLR", BEST * 2.0**k, 100, 2.0 + k * k, "b") for k in (-1, 0, 1)]
+    rows = regret.rows_of(runs)
+    root = ElementTree.fromstring(settle_page.figure_of(rows))
+    assert len(root.findall(".//{http://www.w3.org/2000/svg}polyline")) >= 3
+    page = settle_page.page(rows, runs, regret.headline(rows, runs))
+    assert "{" not in page
+    assert "| **hdet** | 1.0 (1.0) |" in page
+
+
+def test_a_book_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    path, seen = tmp_path / "runs.json", []
+
+    def train(runs: Any) -> list[Ended]:
+        seen.extend(runs)
+        return [Ended({"loss": math.nan}, {"loss": 1.0}, one.lr) for one in runs]
+
+    jobs = [Job("a", "hdet", 0.1 / 3, seed, 10) for seed in range(5)]
+    Book(path, math.inf).make(jobs[:3], 2, train)
+    again = Book(path, math.inf)
+    ended = again.make(jobs, 2, train)
+    assert [one.seed for one in seen] == [0, 1, 2, 3, 4]
+    assert ended[0].live["loss"] is None  # as it is in the file
+    assert json.loads(path.read_text())["device"]
+    with pytest.raises(TimeIsUp):
+        Book(path, 0.0).make([Job("a", "hdet", 1.0, 9, 10)], 1, train)
+    assert Run(1.0, 9) not in seen
+
+
+def test_pieces_are_put_together(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1), ("c", 1)):
+        piece = {"runs": [run("hdet", BEST, seed, 2.0)], "seconds": {name: 1.0}, "device": "cpu"}
+        (tmp_path / name).write_text(json.dumps(piece))
+    told = settle_page.merged([tmp_path / name for name in "abc"])
+    assert len(told["runs"]) == 2
+    assert set(told["seconds"]) == set("abc")
