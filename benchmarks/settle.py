@@ -41,7 +41,7 @@ STARTS = (1e-3, 1e-2, 0.1, 1 / 3, 1.0, 3.0, 10.0, 100.0, 1000.0)
 FEW_STARTS = (1e-2, 1.0, 100.0)
 SELECTION_SEEDS = (100, 101, 102)
 PRETRAINING_SEED = 200
-SECOND = "warm-up and cosine"
+SECOND, SMALL_GRID = "warm-up and cosine", "small grid"
 HALF_GRID = 5
 """The grid reaches this many factors of two to both sides of its middle, and is widened."""
 
@@ -121,8 +121,7 @@ class Book:
             known = told.get("settings", {}).get("plans", {})
             self.plans = {name: Plan(*plan) for name, plan in known.items()}
             for row in told["runs"]:
-                job = Job(**row["job"])
-                self.known[job] = Ended(**row["ended"])
+                self.known[Job(**row["job"])] = Ended(**row["ended"])
 
     @property
     def folder(self) -> Path:
@@ -223,9 +222,9 @@ class Settler:
         return [Job(self.name, method, lr, seed, self.plan.steps) for lr in lrs for seed in seeds]
 
     def make(self, method: str, jobs: Sequence[Job], bench: Bench | None = None) -> list[Ended]:
-        how = METHODS[method.split(" @ ")[0]]
-        rows = how.rows if how.rows > 1 else 1
-        at_once = max(self.at_once * (4 if rows > 1 else 1) // rows, 1)
+        how = METHODS[method]
+        # A row of a crowd has an eighth of the batch: what limits it is the memory of its weights.
+        at_once = self.at_once if how.rows == 1 else max(4 * self.at_once // how.rows, 1)
         return self.book.make(jobs, at_once, lambda runs: how.train(bench or self.bench, runs))
 
     # The grid -----------------------------------------------------------------------------------
@@ -286,8 +285,8 @@ class Settler:
             wild = [10 * self.stable()]
             for method in (REFERENCE, "hdet, no scout"):
                 self.make(method, self.jobs(method, wild, self.settings.seeds))
-        if "small grid" in chosen:
-            self.small_grid()
+        if SMALL_GRID in chosen:
+            self._make_small_grid()
 
     def _share(self, how: Method) -> tuple[Sequence[float], Sequence[int]]:
         """From which starts and with which seeds a method is tried."""
@@ -302,16 +301,14 @@ class Settler:
             return (1.0,), settings.seeds[:3]
         return settings.few_starts, settings.seeds[:3]
 
-    def small_grid(self) -> list[list[Ended]]:
+    def _make_small_grid(self) -> None:
         """What the same compute buys as a sweep: nine runs of a ninth of the steps."""
         plan = self.plan._replace(steps=self.plan.steps // 9)
         grid = [self.plan.middle * 2.0**place for place in range(-4, 5)]
         bench = self.bench._replace(plan=plan)
-        found = []
         for seed in self.settings.seeds:
             jobs = [Job(self.name, REFERENCE, lr, seed, plan.steps) for lr in grid]
-            found.append(self.make(REFERENCE, jobs, bench))
-        return found
+            self.make(REFERENCE, jobs, bench)
 
 
 def worst_if_lost(loss: float | None) -> float:
@@ -348,8 +345,15 @@ def main() -> None:
             seeds=(0,),
             selection=(100,),
         )
-    everything = QUICK_METHODS if options.quick else (*METHODS, "small grid")
-    chosen = options.methods.split(";") if options.methods else everything
+    known = (*METHODS, SMALL_GRID)
+    chosen = QUICK_METHODS if options.quick else known
+    if options.methods:
+        chosen = tuple(options.methods.split(";"))
+        if unknown := sorted(set(chosen) - set(known)):
+            parser.error(f"--methods must be among {list(known)}, got {unknown}.")
+    wanted = [name for name in ENTRIES if name.startswith(tuple(options.only.split(";")))]
+    if not wanted:
+        parser.error(f"--only must begin some of {list(ENTRIES)}, got {options.only!r}.")
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
@@ -358,9 +362,8 @@ def main() -> None:
         options.minutes,
     )
     try:
-        for name in ENTRIES:
-            if name.startswith(tuple(options.only.split(";"))):
-                Settler(name, settings, book).settle(chosen)
+        for name in wanted:
+            Settler(name, settings, book).settle(chosen)
         book.write(finished=True)
     except TimeIsUp:
         print("the time is up: the same command goes on from here")

@@ -402,6 +402,8 @@ def test_a_loop_that_clears_its_model_only_goes_on_after_the_scout() -> None:
         losses = run.backward(step)
         run.optimizer.step()
         run.scheduler.step(losses)
+    first, *others = run.weights()
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:

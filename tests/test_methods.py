@@ -83,20 +83,24 @@ def test_a_plain_row_is_torchs_own_loop(kind: str) -> None:
         assert end.lr == pytest.approx(run.lr)
 
 
-def by_the_library(kind: str, run: Run, **how: Any) -> tuple[float, hdet.HDET]:
-    net = model(run.seed)
-    ensemble = hdet.StackedReplicas(net, methods.N)
-    optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr))
-    base = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
-    scheduler = hdet.HDET(base, model=net, replicas=ensemble, sync_every=methods.SYNC_EVERY, **how)
+def trained(run: Run, ensemble: hdet.StackedReplicas, optimizer: Any, scheduler: Any) -> float:
+    """What the library's consensus scores at the end of a run."""
     for step in range(STEPS):
         optimizer.zero_grad()
         losses = ensemble.losses(loss, *draw(run.seed, step))
         losses.sum().backward()
         optimizer.step()
         scheduler.step(losses.detach())
-    with torch.no_grad():
-        return float(score(ensemble.consensus()).mean()), scheduler
+    return float(score(ensemble.consensus()).mean())
+
+
+def by_the_library(kind: str, run: Run, **how: Any) -> float:
+    net = model(run.seed)
+    ensemble = hdet.StackedReplicas(net, methods.N)
+    optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr))
+    base = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
+    scheduler = hdet.HDET(base, model=net, replicas=ensemble, sync_every=methods.SYNC_EVERY, **how)
+    return trained(run, ensemble, optimizer, scheduler)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -105,7 +109,7 @@ def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:
     runs = [Run(0.01, 0), Run(1e-5, 1)]
     ended = methods.with_scout(bench(kind), runs, probe=probe)
     for run, end in zip(runs, ended, strict=True):
-        expected, _ = by_the_library(
+        expected = by_the_library(
             kind,
             run,
             scout=hdet.Scout(),
@@ -120,7 +124,7 @@ def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:
 def test_a_guarded_row_is_the_library() -> None:
     run = Run(300.0, 0)
     (end,) = methods.guarded(bench("SGD"), [run])
-    expected, _ = by_the_library("SGD", run, guard=hdet.Guard(), spread=0.0, controller=None)
+    expected = by_the_library("SGD", run, guard=hdet.Guard(), spread=0.0, controller=None)
     assert end.notes["returns"] > 0
     assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
 
@@ -139,14 +143,7 @@ def test_the_papers_row_is_the_library() -> None:
         replicas=ensemble,
         sync_every=methods.SYNC_EVERY,
     )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = ensemble.losses(loss, *draw(run.seed, step))
-        losses.sum().backward()
-        optimizer.step()
-        scheduler.step(losses.detach())
-    with torch.no_grad():
-        expected = float(score(ensemble.consensus()).mean())
+    expected = trained(run, ensemble, optimizer, scheduler)
     assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
 
 

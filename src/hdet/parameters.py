@@ -233,8 +233,12 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
     """Of the norm of all of them together."""
-    sums = [tensor.abs().double().square().sum() for tensor in tensors]
-    return sum((one.to(sums[0].device) for one in sums), torch.zeros((), dtype=torch.float64))
+    if not tensors:
+        return torch.zeros(())
+    home = tensors[0].device
+    exact = torch.float32 if home.type == "mps" else torch.float64
+    sums = [tensor.abs().to(exact).square().sum().to(home) for tensor in tensors]
+    return torch.stack(sums).sum()
 
 
 @torch.no_grad()

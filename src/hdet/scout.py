@@ -124,7 +124,7 @@ def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _all_finite(row: Sequence[float]) -> bool:
-    """Also so that sums are."""
+    """Whether their sum is finite, too."""
     return bool(row) and all(abs(score) < HUGE for score in row)
 
 
@@ -219,19 +219,17 @@ def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
         return Verdict(None, -1, "the lowest learning rate is lost", broken)
     lowest = sound[0]
     reference = _score(lowest) if outset is None else outset
-    if broken is None and not _differ(sound):
-        if not _differ(sound, reference) and not _edge(sound, reference):
-            return Verdict(None, +1, NOISE)
-        if _edge(sound, reference):
-            return Verdict(None, -1, "every learning rate is worse than none", lowest.factor)
     edge = _edge(sound, reference) or broken
     # What lies beyond an edge is luck: there a model may do no more than guess.
     sound = [point for point in sound if edge is None or point.factor < edge]
     if not sound:
         return Verdict(None, -1, "every learning rate is worse than none", edge)
+    is_flat = len(sound) > 1 and not _differ(sound, reference)
+    if is_flat and edge is None:
+        return Verdict(None, +1, NOISE)
     if outset is not None and min(map(_score, sound)) >= reference:
         return Verdict(None, -1, NOTHING, edge)
-    if len(sound) > 1 and not _differ(sound, reference):
+    if is_flat:
         return Verdict(None, 0, NOISE, edge)
     best = min(sound, key=_score)
 
