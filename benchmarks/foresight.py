@@ -11,15 +11,15 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.methods import N, shape
-from benchmarks.regret import HDET, by, curve_of, percent, quantile
+from benchmarks.regret import HDET, by, curve_of, loss_at, percent, quantile
 from benchmarks.settle import ENTRIES, RESULTS
-from hdet.scout import Point, grown, judge, peak_of, refine
+from hdet.growth import grown, least, peak_of
+from hdet.verdict import Point, explosion, judge, refine
 
 
 class Foreseen(NamedTuple):
@@ -39,36 +39,26 @@ def foreseen(runs: Sequence[Mapping[str, Any]], method: str = HDET) -> Iterator[
             if run["job"]["method"] == method and notes["close"]:
                 factor = choice(notes, ENTRIES[task].full.optimizer, run["job"]["steps"])
                 lr = None if factor is None else factor * run["job"]["lr"]
-                regret = math.nan if lr is None else 100 * (at(curve, lr) / curve[best] - 1)
+                regret = math.nan if lr is None else 100 * (loss_at(curve, lr) / curve[best] - 1)
                 yield Foreseen(task, math.nan if lr is None else lr / best, regret)
 
 
 def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None:
-    """As in `Search.factor_for`, from what was recorded."""
+    """As in `Search.begin_with`, from what was recorded."""
     points = [Point(*point) for point in notes["points"]]
-    lowest = min(points)
-    outset = notes.get("outset", lowest.score)
+    outset = notes.get("outset", min(points).score)
     rough = judge(points, outset)
     if rough.factor is None or rough.shift:
         return None
     found = refine([Point(*point) for point in notes["close"]], rough)
     assert found.factor is not None
     wave = shape("one cycle", steps, True)
-    wanted = found.factor * grown("auto", optimizer, N, notes["noise"])
-    wanted *= peak_of(sum(wave.lrs) / steps)
+    peak = peak_of(sum(wave.lrs) / steps)
+    wanted = found.factor * grown("auto", optimizer, N, notes["noise"]) * peak
     highest = max(points).factor if found.edge is None else found.edge / 2
-    return max(min(wanted, highest), found.factor)
-
-
-def at(curve: Mapping[float, float], lr: float) -> float:
-    """The loss at a learning rate, between those of a grid; beyond its ends that of the end."""
-    if lr <= min(curve):
-        return curve[min(curve)]
-    for (low, below), (high, above) in pairwise(sorted(curve.items())):
-        if lr <= high:
-            share = math.log(lr / low) / math.log(high / low)
-            return below + share * (above - below)
-    return curve[max(curve)]
+    gain = rough.reference - min(point.score for point in points if point.score is not None)
+    lowest = least("auto", optimizer, explosion(points, rough.reference, gain)) * peak
+    return max(min(wanted, highest), found.factor, lowest)
 
 
 def table(found: Sequence[Foreseen]) -> str:

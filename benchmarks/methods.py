@@ -21,10 +21,12 @@ from benchmarks.fleet import Fleet
 from benchmarks.rules import RULES, Greedy, Rule
 from benchmarks.tasks import Batches, Plan, Task
 from hdet.clock import Clock
+from hdet.growth import Agreement, peak_of
 from hdet.guard import Watch
 from hdet.knobs import LearningRate, explored_rates
-from hdet.scout import Agreement, Search, peak_of, points_of
+from hdet.scout import Search
 from hdet.steering import Cycle, Steering
+from hdet.verdict import points_of
 
 N = 8
 SYNC_EVERY = 50
@@ -315,7 +317,10 @@ def scouted(
     """Every run's search, to its end, and the loss it began with."""
     steps = bench.plan.steps
     first: list[float] = []
-    searches = [Search(scout, num_replicas=N, total_steps=steps) for _ in runs]
+    searches = [
+        Search(scout, num_replicas=N, total_steps=steps, optimizer=bench.plan.optimizer)
+        for _ in runs
+    ]
     begins = [0] * len(runs)
     while pending := [place for place, search in enumerate(searches) if not search.is_over]:
         fewest = min(searches[place].num_steps for place in pending)
@@ -424,8 +429,8 @@ def with_scout(
     wave = shape("one cycle", bench.plan.steps, True)
     peak, legs = peak_of(sum(wave.lrs) / len(wave.lrs)), []
     for run, search in zip(runs, searches, strict=True):
-        factor = search.factor_for(scout.batch_rule, bench.plan.optimizer, peak=peak)
-        legs.append(Leg(run.seed, (run.lr * factor,) * len(bench.task.groups), search.used))
+        begin = search.begin_with(peak=peak)
+        legs.append(Leg(run.seed, (run.lr * begin.factor,) * len(bench.task.groups), search.used))
     watch = Lookout(hdet.Guard(), first) if guard else None
     ended = sail(bench, legs, watch=watch)
     notes = [
@@ -436,6 +441,7 @@ def with_scout(
             "outset": search.outset,
             "steps": search.used,
             "edge": search.edge,
+            "explosion": search.explosion,
             "found": search.found,
             "reason": search.reason,
             "returns": watch.returns[row] if watch is not None else 0,

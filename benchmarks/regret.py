@@ -7,7 +7,8 @@ with that seed at the best learning rate of the grid, which was picked on other 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean, median
+from itertools import pairwise
+from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple
 
 from benchmarks.methods import METHODS
@@ -39,14 +40,8 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Every run beside the best of its task's grid, seed by seed."""
     rows = []
     for task, own in by(runs, lambda run: run["job"]["task"]).items():
-        full = max(run["job"]["steps"] for run in own)
-        own = [run for run in own if run["job"]["steps"] == full]
-        best = best_of_grid(own)
-        reference = {
-            run["job"]["seed"]: run["ended"]["live"]["loss"]
-            for run in own
-            if run["job"]["method"] == REFERENCE and math.isclose(run["job"]["lr"], best)
-        }
+        own = _full(own)
+        best, reference = best_of_grid(own), reference_of(own)
         for run in own:
             job, ended = run["job"], run["ended"]
             if job["seed"] < SELECTION:
@@ -66,6 +61,16 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
     return rows
 
 
+def reference_of(runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """The loss of every seed at the best learning rate of the grid."""
+    best = best_of_grid(runs)
+    return {
+        run["job"]["seed"]: run["ended"]["live"]["loss"]
+        for run in runs
+        if run["job"]["method"] == REFERENCE and math.isclose(run["job"]["lr"], best)
+    }
+
+
 def curve_of(runs: Iterable[Mapping[str, Any]], method: str = REFERENCE) -> dict[float, float]:
     """The mean loss of every learning rate of a grid, on the seeds that pick the best."""
     losses = defaultdict(list)
@@ -74,6 +79,17 @@ def curve_of(runs: Iterable[Mapping[str, Any]], method: str = REFERENCE) -> dict
             loss = run["ended"]["live"]["loss"]
             losses[run["job"]["lr"]].append(math.inf if loss is None else loss)
     return {lr: fmean(values) for lr, values in sorted(losses.items())}
+
+
+def loss_at(curve: Mapping[float, float], lr: float) -> float:
+    """The loss at a learning rate, between those of a grid; beyond its ends that of the end."""
+    if lr <= min(curve):
+        return curve[min(curve)]
+    for (low, below), (high, above) in pairwise(sorted(curve.items())):
+        if lr <= high:
+            share = math.log(lr / low) / math.log(high / low)
+            return below + share * (above - below)
+    return curve[max(curve)]
 
 
 def best_of_grid(runs: Iterable[Mapping[str, Any]]) -> float:
@@ -125,11 +141,67 @@ def headline(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]]) -> dict[str
         "peers_beaten": sum(beats(rows, name) for name in tried),
         "peers": len(peers),
         "group_scout_vs_best_grid_pct": None,
-        "guard_worst_pct": None,
+        "guard_worst_pct": _guarded(rows),
         "cost_pct": 100 * max(steps),
         "best_peer": best,
         "best_peer_median_regret_pct": None if best is None else medians[best],
     }
+
+
+def _guarded(rows: Sequence[Row]) -> float | None:
+    """The worst of what a guard made of a learning rate that is ten times too high to be stable."""
+    regrets = [row.regret for row in rows if METHODS[row.method].kind == "guard"]
+    return _finite(max(regrets)) if regrets else None
+
+
+def small_grids(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """What the steps of one run buy as a sweep: the regret of the best of several short runs.
+
+    The best of them at the end, by the loss that is reported: nobody could choose better.
+    """
+    found = {}
+    for task, own in by(runs, lambda run: run["job"]["task"]).items():
+        full = max(run["job"]["steps"] for run in own)
+        short = [run for run in own if run["job"]["steps"] < full]
+        if short:
+            reference = reference_of(_full(own))
+            found[task] = [
+                min(_regret(run["ended"]["live"]["loss"], reference[seed]) for run in part)
+                for seed, part in by(short, lambda run: run["job"]["seed"]).items()
+            ]
+    return found
+
+
+class Default(NamedTuple):
+    """One learning rate for all tasks, as chosen on the others."""
+
+    lr: float
+    regret: float
+
+
+def defaults(runs: Sequence[Mapping[str, Any]], optimizer: str) -> dict[str, Default]:
+    """For every task with an optimizer: the mean of the best learning rates of the others."""
+    tasks = by(runs, lambda run: run["job"]["task"])
+    alike = {task: own for task, own in tasks.items() if optimizer in optimizer_of(task)}
+    curves = {task: curve_of(_full(own)) for task, own in alike.items()}
+    best = {task: min(curve, key=curve.__getitem__) for task, curve in curves.items()}
+    found = {}
+    for task, curve in curves.items():
+        others = [lr for other, lr in best.items() if other != task]
+        if others:
+            lr = geometric_mean(others)
+            found[task] = Default(lr, _regret(loss_at(curve, lr), curve[best[task]]))
+    return found
+
+
+def optimizer_of(task: str) -> str:
+    return "SGD" if task.endswith("SGD") else "AdamW"
+
+
+def _full(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those with all the steps of their task."""
+    full = max(run["job"]["steps"] for run in runs)
+    return [run for run in runs if run["job"]["steps"] == full]
 
 
 def medians_of(rows: Sequence[Row], method: str) -> dict[str, float]:
@@ -182,7 +254,7 @@ def percent(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 20 else f"{value:.1f}"
 
 
-def table_of(rows: Sequence[Row]) -> str:
+def table_of(rows: Sequence[Row], value: Callable[[Row], float] = lambda row: row.regret) -> str:
     """A method a line: what it loses on each task, in the middle and at its worst."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     lines = [
@@ -192,7 +264,7 @@ def table_of(rows: Sequence[Row]) -> str:
     for method in METHODS:
         cells = []
         for task in tasks:
-            found = [row.regret for row in rows if (row.method, row.task) == (method, task)]
+            found = [value(row) for row in rows if (row.method, row.task) == (method, task)]
             cells.append(f"{percent(median(found))} ({percent(max(found))})" if found else "")
         if any(cells):
             bold = "**" if method == HDET else ""

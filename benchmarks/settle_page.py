@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.methods import METHODS
@@ -21,11 +21,13 @@ from benchmarks.regret import (
     Row,
     by,
     curve_of,
+    defaults,
     headline,
     is_lost,
     percent,
     quantile,
     rows_of,
+    small_grids,
     table_of,
 )
 from benchmarks.settle import RESULTS, plain_json
@@ -36,8 +38,36 @@ DOCS = Path(__file__).parent.parent / "docs"
 # Words ----------------------------------------------------------------------------------------
 
 
+NEAR = 1.5
+
+
+def numbers_of(rows: Sequence[Row]) -> str:
+    """What hdet loses on each task; and by how much it does not lie at the learning rate."""
+    lines = [
+        "| hdet | median | 90th percentile | worst | lost | from the best | learning rate within "
+        f"x {NEAR:g} | median of these |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    tasks = by((row for row in rows if row.method == HDET), lambda row: row.task)
+    for task, part in tasks.items():
+        regrets = [row.regret for row in part]
+        close = [row.regret for row in part if 1 / NEAR < row.lr < NEAR]
+        first = [row.regret for row in part if math.isclose(row.start, 1.0)]
+        cells = [
+            percent(median(regrets)),
+            percent(quantile(regrets, 0.9)),
+            percent(max(regrets)),
+            f"{sum(map(is_lost, part))} of {len(part)}",
+            percent(median(first)) if first else "",
+            f"{len(close)} of {len(part)}",
+            percent(median(close)) if close else "",
+        ]
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def starts_of(rows: Sequence[Row], methods: Sequence[str]) -> str:
-    """From every start: the mean regret over seeds."""
+    """From every start: the mean regret over seeds, and how uncertain it is."""
     own = [row for row in rows if row.method in methods and not math.isnan(row.start)]
     starts = sorted({round(math.log10(row.start), 3): row.start for row in own}.values())
     lines = [
@@ -53,9 +83,56 @@ def starts_of(rows: Sequence[Row], methods: Sequence[str]) -> str:
                     for row in part
                     if row.method == method and math.isclose(row.start, start, rel_tol=1e-3)
                 ]
-                cells.append(percent(fmean(found)) if found else "")
+                cells.append(_mean(found))
             if any(cells):
                 lines.append(f"| {task} | {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""95 % of the time a mean of so few lies within so many of its standard errors."""
+
+
+def _mean(regrets: Sequence[float]) -> str:
+    if not regrets or not math.isfinite(fmean(regrets)) or len(regrets) not in STUDENT:
+        return percent(fmean(regrets)) if regrets else ""
+    error = stdev(regrets) / math.sqrt(len(regrets)) * STUDENT[len(regrets)]
+    return f"{percent(fmean(regrets))} ± {percent(error)}"
+
+
+MEASURED = (HDET, "Prodigy", "D-Adapt Adam", "PBT")
+
+
+def measures_of(rows: Sequence[Row]) -> str:
+    """What else is measured, beside the best of the grid: the mean over all runs."""
+    names = {"accuracy": "accuracy", "auc": "AUC"}
+    lines = [
+        "| | | best of the grid | " + " | ".join(MEASURED) + " |",
+        "|---|---|---|" + "---|" * len(MEASURED),
+    ]
+    for task, own in by(rows, lambda row: row.task).items():
+        for key, name in names.items():
+            if key in own[0].measures:
+                best = [r for r in own if r.method == REFERENCE and math.isclose(r.start, 1.0)]
+                parts = [best, *([r for r in own if r.method == m] for m in MEASURED)]
+                cells = [
+                    f"{fmean(r.measures[key] for r in part):.3f}" if part else "" for part in parts
+                ]
+                lines.append(f"| {task} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def controls_of(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What needs no training of its own: a default for all, and a sweep in the same steps."""
+    short = small_grids(runs)
+    lines = [
+        "| | one default, chosen on the other tasks | its regret | a sweep of the same steps |",
+        "|---|---|---|---|",
+    ]
+    for task, default in defaults(runs, "AdamW").items():
+        swept = short.get(task)
+        cell = f"{percent(median(swept))} ({percent(max(swept))})" if swept else ""
+        lines.append(f"| {task} | {default.lr:.2g} | {percent(default.regret)} | {cell} |")
     return "\n".join(lines)
 
 
@@ -189,29 +266,15 @@ def _legend(methods: Sequence[str], y: float) -> str:
 
 def page(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> str:
     text = (Path(__file__).parent / "settle_page.md").read_text()
-    own = [row for row in rows if row.method == HDET]
-    tasks = by(own, lambda row: row.task)
-    numbers = "\n".join(
-        f"| {task} | {percent(median(r.regret for r in part))} | "
-        f"{percent(quantile([r.regret for r in part], 0.9))} | "
-        f"{percent(max(r.regret for r in part))} | {sum(map(is_lost, part))} of {len(part)} |"
-        for task, part in tasks.items()
-    )
     return text.format(
         headline="\n".join(f"| `{name}` | {_shown(value)} |" for name, value in head.items()),
-        numbers=numbers,
+        numbers=numbers_of(rows),
         table=table_of(rows),
         starts=starts_of(rows, [HDET, REFERENCE, "paper"]),
         grids=grids_of(runs),
-        scout=_now(),
-    )
-
-
-def _now() -> str:
-    """What the scout of now comes to, where that was measured."""
-    head = json.loads((RESULTS / "scout.json").read_text())["headline"]
-    return (
-        f"{percent(head['median_regret_pct'])} % and {percent(head['worst_regret_pct'])} % at worst"
+        averaged=table_of(rows, lambda row: row.averaged),
+        measures=measures_of(rows),
+        controls=controls_of(runs),
     )
 
 
@@ -223,17 +286,22 @@ def _shown(value: Any) -> str:
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
     """One file of several pieces; what is known twice is taken from the last."""
-    told: dict[str, Any] = {"settings": {}, "versions": {}, "device": {}, "seconds": {}}
+    told: dict[str, Any] = {}
     runs: dict[str, Any] = {}
     for path in paths:
         piece = json.loads(path.read_text())
         for name, value in piece.items():
-            if isinstance(value, dict) and name in told:
-                told[name] = {**told[name], **value}
-            elif name != "runs":
-                told[name] = value
+            if name != "runs":
+                told[name] = _joined(told.get(name), value)
         runs.update({json.dumps(run["job"], sort_keys=True): run for run in piece["runs"]})
     return {**told, "runs": list(runs.values())}
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """Tables are put together, at every depth; of anything else the new one counts."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: _joined(old.get(name), value) for name, value in new.items()}}
+    return new
 
 
 def main() -> None:

@@ -103,6 +103,7 @@ class Sample:
             "peaks": dict.fromkeys(self.knobs, self.lr),
             "found": 2.0,
             "factor": 4.0,
+            "why": "what was found, for the batch of all replicas and the schedule",
             "edge": 41.0,
             "reason": self.reason or "the lowest that gains nearly as much as the best",
         }

@@ -14,8 +14,8 @@ import hdet
 
 SOURCE = Path(hdet.__file__).parent
 PURE = [
-    "clock", "controller", "course", "design", "fit", "guard", "history", "scout", "space",
-    "spread", "steering", "tracker", "validation",
+    "clock", "controller", "course", "design", "fit", "growth", "guard", "history", "scout",
+    "space", "spread", "steering", "tracker", "validation", "verdict",
 ]  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def test_what_a_scout_saw_is_drawn(tmp_path: Path) -> None:
     assert "1 of them lie above the frame. At 0.164 nothing finite was left." in body
     assert "Chosen: 2e-3, the lowest that gains nearly as much as the best." in body
     assert plot["data"][1]["x"] == pytest.approx([1e-3, 2e-3, 4e-3])
-    assert "For the batch of all replicas the schedule peaks at 4e-3." in body
+    assert "The schedule peaks at 4e-3: what was found, for the batch of all replicas and" in body
     assert "taken back to its last good weights" in body
     assert "loss 9 after 3, above 4" in body
     several = page_of(write_sample(tmp_path / "b", cycles=3, scouted=True))

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from statistics import stdev
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -12,18 +13,9 @@ from hypothesis import strategies as st
 
 import hdet
 from hdet.clock import Clock
-from hdet.scout import (
-    Agreement,
-    Grid,
-    Lost,
-    Point,
-    Search,
-    Verdict,
-    grown,
-    judge,
-    points_of,
-    refine,
-)
+from hdet.growth import FAR, FAR_SGD, Agreement, grown
+from hdet.scout import TOO_LOW, Grid, Lost, Search
+from hdet.verdict import Point, Verdict, explosion, judge, points_of, refine
 
 BEST = 0.01
 
@@ -41,10 +33,16 @@ def search(
     score: Callable[[float], float | None] = curve,
     num_replicas: int = 8,
     total_steps: int | None = 5000,
-    **options: float,
+    optimizer: str = "AdamW",
+    rule: Literal["auto", "sqrt", "linear", "none"] = "auto",
 ) -> Search:
     """A whole search from a given learning rate; the factor is in units of it."""
-    found = Search(hdet.Scout(**options), num_replicas=num_replicas, total_steps=total_steps)  # type: ignore[arg-type]
+    found = Search(
+        hdet.Scout(batch_rule=rule),
+        num_replicas=num_replicas,
+        total_steps=total_steps,
+        optimizer=optimizer,
+    )
     for _ in range(100):
         if found.is_over:
             return found
@@ -87,13 +85,13 @@ def test_it_keeps_away_from_what_is_lost() -> None:
 
 
 def test_the_edge_counts_for_the_batch_of_all_replicas_too() -> None:
-    found = search(BEST, num_replicas=4)
+    found = search(BEST, num_replicas=4, rule="sqrt")
     assert found.found is not None
     assert found.edge is not None
-    assert found.factor_for("sqrt", "AdamW") == pytest.approx(2 * found.found)
-    assert found.factor_for("sqrt", "AdamW", peak=1.5) == pytest.approx(3 * found.found)
-    assert found.factor_for("linear", "SGD", peak=1e6) == pytest.approx(found.edge / 2)
-    assert found.factor_for("none", "SGD") == found.found
+    assert found.begin_with().factor == pytest.approx(2 * found.found)
+    assert found.begin_with(peak=1.5).factor == pytest.approx(3 * found.found)
+    assert found.begin_with(peak=20.0).factor == pytest.approx(found.edge / 2)
+    assert search(BEST, num_replicas=4, rule="none").begin_with().factor == found.found
 
 
 def test_what_is_lost_below_the_best_counts_too() -> None:
@@ -133,7 +131,7 @@ def test_where_nothing_can_be_gained_it_keeps_away_from_what_is_lost() -> None:
     assert "gains" in found.reason
     assert found.edge is not None
     assert 0.0025 < found.edge < 0.01
-    assert found.factor_for("auto", "AdamW") == found.edge / 4
+    assert found.begin_with().factor == found.edge / 4
 
 
 def test_a_good_score_beyond_the_edge_alone_is_no_gain() -> None:
@@ -217,6 +215,80 @@ def test_replicas_that_agree_need_no_larger_learning_rate() -> None:
     assert 1 < grown("auto", "AdamW", 8, Agreement(2.0, 1.0).noise(8)) < 8
 
 
+def squares(factor: float) -> float:
+    """Worse than the best by the square of the learning rate: explodes where that is the level."""
+    return 1.0 + factor**2
+
+
+@pytest.mark.parametrize(("gain", "level"), [(0.1, 7.0), (9.0, 10.0), (math.inf, 10.0)])
+def test_scores_explode_where_they_are_twice_as_high_or_twenty_gains_above(
+    gain: float, level: float
+) -> None:
+    points = [Point(4.0**place, squares(4.0**place)) for place in range(-12, 4)]
+    assert explosion(points, 5.0, gain) == pytest.approx(math.sqrt(level - 1.0), rel=1e-3)
+
+
+@given(st.floats(0.01, 100), st.floats(0, 1e4))
+def test_a_constant_in_the_loss_cannot_move_an_explosion_far(scale: float, shift: float) -> None:
+    def found(gain: float, scale: float, shift: float) -> float:
+        points = [Point(4.0**p, scale * squares(4.0**p) + shift) for p in range(-12, 12)]
+        place = explosion(points, scale * 5.0 + shift, scale * gain)
+        assert place is not None
+        return place
+
+    assert found(4.0, scale, 0.0) == pytest.approx(found(4.0, 1.0, 0.0))
+    assert found(4.0, scale, shift) <= 84**0.5 * 1.001  # twenty gains above the outset
+    assert found(4.0, scale, -1e6) == pytest.approx(84**0.5, rel=1e-3)
+
+
+def test_between_a_score_and_a_broken_one_the_middle_counts() -> None:
+    points = [Point(1.0, 5.0), Point(10.0, 4.0), Point(100.0, 4.5), Point(1000.0, None)]
+    assert explosion(points, 5.0, 1.0) == pytest.approx(100 * 10**0.5)
+    assert explosion(points[:3], 5.0, 1.0) is None
+    assert explosion([Point(1.0, None)], 5.0, 1.0) == 1.0
+
+
+def late(lr: float) -> float:
+    """What gains at once lies a thousand times below what explodes."""
+    gain = 0.5 / (1 + (BEST / 4 / lr) ** 1.5)
+    return 5 - gain + 0.2 * min(lr / BEST / 4, 5.0) + (lr / BEST / 1000) ** 2
+
+
+@pytest.mark.parametrize("off", [1e-3, 1e-2, 0.1, 1.0, 10.0, 1000.0])
+def test_what_is_far_below_an_explosion_is_raised(off: float) -> None:
+    found = search(BEST * off, late)
+    assert found.found is not None
+    assert found.explosion is not None
+    assert 1000 < found.explosion * off < 3000
+    begin = found.begin_with(peak=2.0)
+    assert begin.factor == pytest.approx(2 * found.explosion / FAR)
+    assert begin.why == TOO_LOW
+    assert not found.close_points  # it would change nothing
+    plain = search(BEST * off, late, optimizer="SGD").begin_with()
+    assert plain.factor == pytest.approx(found.explosion / FAR_SGD)
+    alone = search(BEST * off, late, rule="none")
+    assert alone.begin_with().factor == alone.found  # another batch altogether
+
+
+def test_it_looks_up_once_for_an_explosion() -> None:
+    found = search(BEST, lambda lr: min(late(lr), 4.9), total_steps=100_000, rule="none")
+    assert found.explosion is None
+    assert max(point.factor for point in found.points) == pytest.approx(100 * 10 ** (24 / 7))
+    assert found.begin_with().factor == found.found
+
+
+def test_where_scores_tell_nothing_an_explosion_still_does() -> None:
+    found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
+    while not found.is_over:
+        scores = [2.0 - 0.01 * min(factor, 1.0) + factor**2 / 100 for factor in found.factors]
+        points = [Point(f, score, 0.1) for f, score in zip(found.factors, scores, strict=True)]
+        found.tell(points, None, 2.0)
+    assert "noise" in found.reason
+    begin = found.begin_with()
+    assert begin.factor == pytest.approx(200**0.5 / FAR, rel=0.1)
+    assert begin.why == TOO_LOW
+
+
 def test_a_lucky_score_further_up_is_not_followed() -> None:
     scores = [5.55, 5.5, 5.2, 3.9, 3.44, 3.88, 3.4, 4.6, 120.0]
     verdict = judge([Point(10.0 ** (place / 2), score) for place, score in enumerate(scores)])
@@ -234,7 +306,7 @@ def test_scores_without_a_difference_keep_the_given_learning_rate() -> None:
     for num_replicas in (4, 8, 64):
         found = search(1.0, lambda lr: 1.0, num_replicas=num_replicas)
         assert "noise" in found.reason
-        assert found.factor_for("auto", "SGD") == 1.0
+        assert found.begin_with().factor == 1.0
 
 
 @pytest.mark.parametrize("num", [8, 16, 64])
@@ -282,7 +354,7 @@ def test_a_search_that_is_always_interrupted_ends_with_what_it_knows() -> None:
     for _ in range(100):
         found.interrupt(5)
     assert found.is_over
-    assert found.factor_for("auto", "AdamW") == 1.0
+    assert found.begin_with().factor == 1.0
     assert "interrupted" in found.reason
 
 

@@ -79,6 +79,26 @@ def test_the_picture_is_well_formed_and_the_page_complete() -> None:
     assert "| **hdet** | 1.0 (1.0) |" in page
 
 
+def test_a_default_for_all_is_chosen_on_the_other_tasks() -> None:
+    runs = made() + [
+        run("OneCycleLR", 4 * BEST * 2.0**k, 100, 1.0 + k * k, "b") for k in (-1, 0, 1)
+    ]
+    found = regret.defaults(runs, "AdamW")
+    assert found["a"].lr == pytest.approx(4 * BEST)
+    assert found["a"].regret == pytest.approx(200.0)
+    assert found["b"].lr == pytest.approx(BEST)
+    assert found["b"].regret == pytest.approx(100.0)
+    assert not regret.defaults(runs, "SGD")
+
+
+def test_a_sweep_of_the_same_steps_takes_the_best_of_its_short_runs() -> None:
+    short = [run("OneCycleLR", BEST * 2.0**k, 0, 3.0 + k * k) for k in (-1, 0, 1)]
+    for one in short:
+        one["job"]["steps"] = 111
+    assert regret.small_grids(made()) == {}
+    assert regret.small_grids(made() + short) == {"a": [pytest.approx(50.0)]}
+
+
 def test_a_book_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     path, seen = tmp_path / "runs.json", []
 
@@ -101,7 +121,9 @@ def test_a_book_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 def test_pieces_are_put_together(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 1), ("c", 1)):
         piece = {"runs": [run("hdet", BEST, seed, 2.0)], "seconds": {name: 1.0}, "device": "cpu"}
+        piece["settings"] = {"replicas": 8, "plans": {name: [seed]}}
         (tmp_path / name).write_text(json.dumps(piece))
     told = settle_page.merged([tmp_path / name for name in "abc"])
     assert len(told["runs"]) == 2
     assert set(told["seconds"]) == set("abc")
+    assert told["settings"] == {"replicas": 8, "plans": {"a": [0], "b": [1], "c": [1]}}

@@ -7,12 +7,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hdet.growth import Agreement
 from hdet.outset import Outset
 from hdet.parameters import Parameters
 from hdet.replicas import Replicas
 from hdet.roll_call import RollCall
-from hdet.scout import Agreement, Scout, Search, points_of
+from hdet.scout import Beginning, Scout, Search
 from hdet.snapshot import Snapshot
+from hdet.verdict import points_of
 
 HIGHEST = 3e4
 """No run survives more, and half precision cannot hold it."""
@@ -29,9 +31,19 @@ class Expedition:
         parameters: Parameters,
         replicas: Replicas,
         total_steps: int | None,
+        *,
+        kind: str,
+        shared: bool,
     ) -> None:
+        """`kind` is the optimizer's name, of each replica's own where they have one."""
         self.scout = scout
-        self.search = Search(scout, num_replicas=replicas.size, total_steps=total_steps)
+        self.search = Search(
+            scout,
+            num_replicas=replicas.size,
+            total_steps=total_steps,
+            optimizer=kind,
+            shared=shared,
+        )
         self._parameters, self._replicas, self._model = parameters, replicas, model
         self._done = 0
         self._agreement: Agreement | None = None
@@ -103,9 +115,9 @@ class Expedition:
 
 
 def scout_line(
-    step: int, search: Search, peaks: Mapping[str, float], factor: float | None
+    step: int, search: Search, peaks: Mapping[str, float], begin: Beginning | None
 ) -> dict[str, Any]:
-    """What the record says of a round; `factor` is what the run begins with, if it is over."""
+    """What the record says of a round, and of what the run begins with if it was the last."""
     return {
         "event": "scout",
         "step": step,
@@ -114,7 +126,9 @@ def scout_line(
         "noise": search.noise,
         "peaks": dict(peaks),
         "found": search.found,
-        "factor": factor,
+        "factor": None if begin is None else begin.factor,
+        "why": "" if begin is None else begin.why,
         "edge": search.edge,
+        "explosion": search.explosion,
         "reason": search.reason,
     }

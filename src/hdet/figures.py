@@ -316,9 +316,8 @@ def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) 
     if seen.found is not None:
         told.append(f"Chosen: {brief(seen.found * unit)}, {shortened(seen.reason, 120)}.")
     if seen.factor is not None:
-        told.append(
-            f"For the batch of all replicas the schedule peaks at {brief(seen.factor * unit)}."
-        )
+        why = f": {shortened(seen.why, 120)}" if seen.why else ""
+        told.append(f"The schedule peaks at {brief(seen.factor * unit)}{why}.")
     return " ".join(told)
 
 

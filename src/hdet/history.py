@@ -104,6 +104,8 @@ class Scouted(NamedTuple):
     factor: float | None
     """What the run begins with."""
     reason: str
+    why: str = ""
+    """Why the run begins with that, and not with what was found."""
     close: tuple[tuple[float | None, float | None], ...] = ()
     """Factors and scores around the first choice, in longer rounds."""
 
@@ -482,6 +484,7 @@ def _scouted(event: Mapping[str, Any]) -> Scouted:
         found=_number(event, "found"),
         factor=_number(event, "factor"),
         reason=_text(event, "reason"),
+        why=_text(event, "why") if "why" in event else "",
         close=_each(event, "close", point),
     )
 

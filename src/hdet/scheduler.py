@@ -28,6 +28,7 @@ from hdet.controller import Controller, PaperController
 from hdet.course import Course
 from hdet.door import Settings, agree, check_knobs, check_together, describe, plain, refuse
 from hdet.expedition import Expedition, scout_line
+from hdet.growth import peak_of
 from hdet.guard import Guard, ReplicasLost, Triage, triage
 from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
@@ -38,7 +39,7 @@ from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.scout import Scout, peak_of
+from hdet.scout import Scout
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
 from hdet.validation import number_of
 
@@ -413,6 +414,8 @@ class HDET(LRScheduler):
             self._parameters,
             self._replicas,
             self._settings.total_steps,
+            kind=type(self._optimizers[0]).__name__,
+            shared=self._settings.gradients == "shared",
         )
         self._steering.rest()
         if told is not None:
@@ -463,17 +466,14 @@ class HDET(LRScheduler):
 
     def _conclude(self, expedition: Expedition) -> None:
         """If the search is over, begin the run with what was found."""
-        search, factor = expedition.search, None
+        search, begin = expedition.search, None
         if search.is_over:
-            shared = self._settings.gradients == "shared"
-            rule = expedition.scout.batch_rule if shared else "none"
-            kind = type(self._optimizers[0]).__name__
-            factor = search.factor_for(rule, kind, peak=peak_of(self._mean_share()))
-            self._steering.rescale(factor)
+            begin = search.begin_with(peak=peak_of(self._mean_share()))
+            self._steering.rescale(begin.factor)
             self._clock.scouted(self.last_epoch)
             self._end_scout(expedition)
         peaks = dict(zip(self._base.names, self._base.peaks, strict=True))
-        self._write_record(scout_line(self.last_epoch, search, peaks, factor))
+        self._write_record(scout_line(self.last_epoch, search, peaks, begin))
 
     def _mean_share(self) -> float | None:
         """Of the base schedule; none unless all processes agree, who may not all know it."""

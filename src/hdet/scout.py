@@ -1,4 +1,4 @@
-"""Find the learning rate before the run: scores over a log-grid -> the next grid, or a choice.
+"""Find the learning rate before the run: what to try next, and what to begin with.
 
 Plain Python floats, no torch: every process computes the same answer. Factors are in units of the
 learning rate that the user gave.
@@ -7,12 +7,12 @@ learning rate that the user gave.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import fmean, median, median_low, stdev
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from hdet.fit import without
+from hdet.growth import Agreement, grown, least
 from hdet.validation import check_choice, check_flag, check_integer, check_range
+from hdet.verdict import HUGE, NOTHING, Point, Verdict, away_from, explosion, judge, refine
 
 POINTS_PER_DECADE = 2
 """At least so many learning rates are tried in a decade, in several rounds if need be."""
@@ -24,23 +24,7 @@ BELOW, ABOVE = 8.0, 2.0
 """... from this factor below it to that above: what a longer round chooses is lower."""
 FEWEST_STEPS = 4
 """Below so many a round tells nothing."""
-LOST = 0.25
-"""A learning rate is lost if its score is worse than before the first step, by this share of what
-the best has gained."""
-NEARLY = 0.08
-"""The choice may gain less than the best by this share."""
-MARGIN = 4.0
-"""The choice keeps this factor away from learning rates that are lost."""
-FAINT = 2.5
-"""Differences of fewer standard errors than this say nothing."""
-HUGE = 1e300
-"""Scores beyond it count as not finite."""
-NOISIEST = 1e6
-"""Beyond it gradients are nothing but noise."""
-STEEPEST = 2.5
-"""A schedule that peaks further above its mean is taken for one that peaks so far."""
-NOISE = "the scores do not differ by more than their noise"
-NOTHING = "no learning rate gains anything"
+TOO_LOW = "less is needlessly far below where scores explode"
 MOST_SWEEPS = 4
 """Twelve decades further there is nothing to be found."""
 
@@ -76,71 +60,6 @@ class Scout:
             check_integer("steps", self.steps, at_least=FEWEST_STEPS)
         check_choice("batch_rule", self.batch_rule, ("auto", "sqrt", "linear", "none"))
         check_flag("rewind", self.rewind)
-
-
-class Point(NamedTuple):
-    """What one learning rate came to."""
-
-    factor: float
-    score: float | None
-    """Lower is better; none if it is not finite."""
-    error: float = 0.0
-    """Its standard error against the others."""
-
-
-def points_of(
-    factors: Sequence[float],
-    losses: Sequence[float | None],
-    errors: Sequence[float | None],
-    scores: Sequence[Sequence[float]] | None,
-    finite: Sequence[bool],
-) -> list[Point]:
-    """What the replicas of a round have come to, by their scores or else by their losses."""
-    rows = scores or [[math.nan if loss is None else loss] for loss in losses]
-    chances = _errors(rows) if scores else [error or 0.0 for error in errors]
-    return [
-        Point(factor, fmean(row) if sound and _all_finite(row) else None, chance)
-        for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True)
-    ]
-
-
-def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
-    """How much of each mean score is chance: its variation over batches, beside the others."""
-    finite = sorted((row for row in scores if _all_finite(row)), key=fmean)
-    if not finite or len(finite[0]) < 2:
-        return [0.0] * len(scores)
-    if len(finite) == 2:  # the middle between them moves along with each
-        between = [a - b for a, b in zip(*finite, strict=True)]
-        return [stdev(between) / math.sqrt(2 * len(between))] * len(scores)
-    # The better half, and the lower middle of it: what diverged would blur the others.
-    better = finite[: (len(finite) + 1) // 2]
-    common = [median_low(column) for column in zip(*better, strict=True)]
-    return [
-        stdev([a - b for a, b in zip(row, common, strict=True)]) / math.sqrt(len(row))
-        if _all_finite(row)
-        else 0.0
-        for row in scores
-    ]
-
-
-def _all_finite(row: Sequence[float]) -> bool:
-    """Whether their sum is finite, too."""
-    return bool(row) and all(abs(score) < HUGE for score in row)
-
-
-class Verdict(NamedTuple):
-    """What a sweep has shown."""
-
-    factor: float | None
-    """The choice, or what to take if there is no time to look further; none if there is nothing
-    to choose by."""
-    shift: int
-    """Where to look further: down (-1), up (+1), or nowhere."""
-    reason: str
-    edge: float | None = None
-    """The lowest learning rate that is lost."""
-    reference: float = math.nan
-    """What it scores not to have moved."""
 
 
 class Grid(NamedTuple):
@@ -207,209 +126,47 @@ class Window(NamedTuple):
         return tuple(low * float(span ** (place / last)) for place in places)
 
 
-def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
-    """The lowest learning rate that gains nearly as much as the best; or where to look further.
+class Beginning(NamedTuple):
+    """What a run begins with, in units of the given learning rate."""
 
-    `outset` is the score of the weights that everyone set out from; by default that of the lowest
-    learning rate, which has hardly moved.
-    """
-    points = sorted(points)
-    sound, broken = _sound(points)
-    if not sound:
-        return Verdict(None, -1, "the lowest learning rate is lost", broken)
-    lowest = sound[0]
-    reference = _score(lowest) if outset is None else outset
-    edge = _edge(sound, reference) or broken
-    # What lies beyond an edge is luck: there a model may do no more than guess.
-    sound = [point for point in sound if edge is None or point.factor < edge]
-    if not sound:
-        return Verdict(None, -1, "every learning rate is worse than none", edge)
-    is_flat = len(sound) > 1 and not _differ(sound, reference)
-    if is_flat and edge is None:
-        return Verdict(None, +1, NOISE)
-    if outset is not None and min(map(_score, sound)) >= reference:
-        return Verdict(None, -1, NOTHING, edge)
-    if is_flat:
-        return Verdict(None, 0, NOISE, edge)
-    best = min(sound, key=_score)
-
-    def verdict(factor: float, shift: int, reason: str) -> Verdict:
-        return Verdict(_away_from(edge, factor), shift, reason, edge, reference)
-
-    if best is lowest:
-        return verdict(lowest.factor, -1, "the lowest learning rate is the best")
-    if _score(lowest) <= _line(sound, reference):
-        return verdict(lowest.factor, -1, "the lowest learning rate is as good as the best")
-    if best is points[-1]:
-        return verdict(best.factor, +1, "the highest learning rate is the best")
-    reason = "the lowest that gains nearly as much as the best"
-    return verdict(_nearly(sound, reference), 0, reason)
-
-
-def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
-    """The same choice among learning rates that are close together."""
-    sound, broken = _sound(sorted(points))
-    if not sound:
-        return rough
-    lost = _edge(sound, rough.reference)
-    sound = [point for point in sound if lost is None or point.factor < lost]
-    smooth = _smoothed(sound)
-    if not smooth or min(map(_score, smooth)) >= rough.reference:
-        return rough  # these rounds have shown nothing
-    edge = min(filter(None, [rough.edge, broken, lost]), default=None)
-    return rough._replace(
-        factor=_away_from(edge, _nearly(smooth, rough.reference)),
-        edge=edge,
-        reason=f"{rough.reason}, tried closely",
-    )
-
-
-def _sound(points: Sequence[Point]) -> tuple[list[Point], float | None]:
-    """Those below the first that is broken, and that one's factor."""
-    broken = next((point.factor for point in points if point.score is None), None)
-    return [point for point in points if broken is None or point.factor < broken], broken
-
-
-def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """A parabola through the scores, by least squares: every replica has its own luck."""
-    if len(points) < 4:
-        return list(points)
-    places = [math.log(point.factor) for point in points]
-    basis = [[1.0] * len(points)]
-    for power in (1, 2):
-        basis.append(without([place**power for place in places], basis))
-    scores = [_score(point) for point in points]
-    misses = without(scores, basis)
-    return [
-        point._replace(score=score - miss)
-        for point, score, miss in zip(points, scores, misses, strict=True)
-    ]
-
-
-def _score(point: Point) -> float:
-    assert point.score is not None
-    return point.score
-
-
-def _differ(points: Sequence[Point], reference: float = -math.inf) -> bool:
-    """Whether chance alone would hardly spread so many scores so far, or below a reference.
-
-    The largest of n normal deviates is about sqrt(2 ln n), the range of them twice that.
-    """
-    scores = [_score(point) for point in points]
-    noise = median(point.error for point in points)
-    most = 0.4 + 2 * math.sqrt(2 * math.log(len(points)))
-    return max(*scores, reference) - min(scores) > most * noise
-
-
-def _edge(sound: Sequence[Point], reference: float) -> float | None:
-    """The lowest learning rate that is worse than none, beyond doubt."""
-    limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
-    for point in sound:
-        if _score(point) > limit + FAINT * point.error:
-            return point.factor
-    return None
-
-
-def _away_from(edge: float | None, factor: float) -> float:
-    return factor if edge is None else min(factor, edge / MARGIN)
-
-
-def _nearly(sound: Sequence[Point], reference: float) -> float:
-    """The lowest learning rate that gains nearly as much as the best, between the points.
-
-    Around the best the scores are flat, and which is lowest is chance; below it they are steep,
-    and where they cross a line is not. And what is a little too low costs less than what is a
-    little too high.
-    """
-    line = _line(sound, reference)
-    if _score(sound[0]) <= line:
-        return sound[0].factor
-    for below, point in pairwise(sound):
-        if _score(point) <= line:
-            share = (_score(below) - line) / (_score(below) - _score(point))
-            return float(below.factor ** (1 - share) * point.factor**share)
-    raise AssertionError("the lowest score is below the line")
-
-
-def _line(sound: Sequence[Point], reference: float) -> float:
-    """What counts as nearly as good as the best."""
-    lowest = min(map(_score, sound))
-    return lowest + NEARLY * (reference - lowest)
-
-
-class Agreement(NamedTuple):
-    """How far the gradients of replicas agree that stand at the same place."""
-
-    alone: float
-    """The mean squared norm of a replica's gradient."""
-    together: float
-    """The squared norm of their mean."""
-
-    def noise(self, num_replicas: int) -> float:
-        """The variance of one replica's gradient, in units of the squared true gradient.
-
-        >>> Agreement(alone=2.0, together=1.125).noise(8)
-        1.0
-        """
-        variance = (self.alone - self.together) * num_replicas / (num_replicas - 1)
-        signal = self.together - variance / num_replicas
-        return min(variance / signal, NOISIEST) if signal > 0 else NOISIEST
-
-
-def grown(rule: str, optimizer: str, num_replicas: int, noise: float | None = None) -> float:
-    """By how much a learning rate grows with the batch of all replicas.
-
-    A larger batch lets it grow as far as gradients are noise: the best one for a batch of size b
-    goes with 1 / (1 + noise / b) (McCandlish et al., 1812.06162). For optimizers like Adam the
-    batch itself accounts for the root of that alone; but short rounds are too timid where
-    gradients are noise, since nothing in them averages it out, and the other root makes up for it
-    (docs/scout.md). If the noise is not known, a root for Adam and all of it for SGD.
-
-    >>> grown("auto", "AdamW", 16), grown("auto", "SGD", 16), grown("none", "SGD", 16)
-    (4.0, 16.0, 1.0)
-    >>> round(grown("auto", "AdamW", 16, noise=1.0), 3)
-    1.882
-    """
-    if rule == "auto" and noise is not None:
-        return num_replicas * (1 + noise) / (num_replicas + noise)
-    if rule == "auto":
-        rule = "linear" if optimizer in ("SGD", "ASGD") else "sqrt"
-    return {"sqrt": math.sqrt(num_replicas), "linear": float(num_replicas), "none": 1.0}[rule]
-
-
-def peak_of(mean_share: float | None) -> float:
-    """How far a schedule peaks above its mean: rounds are made at a constant learning rate.
-
-    What a run gains depends on the mean of its learning rates much more than on their peak, as
-    long as it comes down in the end.
-
-    >>> peak_of(0.5), peak_of(1.0), peak_of(None), peak_of(0.01)
-    (2.0, 1.0, 1.0, 2.5)
-    """
-    return 1.0 if not mean_share else min(max(1 / mean_share, 1.0), STEEPEST)
+    factor: float
+    why: str
 
 
 class Search:
     """A scout on its way: what it tries now, what it has seen, and what it found."""
 
-    def __init__(self, scout: Scout, *, num_replicas: int, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        scout: Scout,
+        *,
+        num_replicas: int,
+        total_steps: int | None,
+        optimizer: str = "",
+        shared: bool = True,
+    ) -> None:
+        """`shared` says whether gradients will be, when it is over."""
         self.is_over = False
         self.found: float | None = None
         """The choice, for the batch of one replica; none if there was nothing to choose by."""
         self.reason = ""
         self.edge: float | None = None
+        self.explosion: float | None = None
+        """The learning rate where scores explode; none if they did not."""
         self.last_factors: tuple[float, ...] = ()
         """Those of the round that has just ended."""
         self.used = 0
         """How many steps it has taken."""
         self._scout, self._num_replicas = scout, num_replicas
+        self._rule, self._optimizer = scout.batch_rule if shared else "none", optimizer
         self._grid = Grid(scout.decades, num_replicas)
         self._coarse_steps = coarse_steps(scout, total_steps, num_replicas)
         self._budget = self._budget_of(scout, total_steps)
         self._seen: dict[int, Point] = {}
         self._first = self._round = 0
         self._shifts: list[int] = []
+        self._looked_up = False
+        """Whether it went up for nothing but to see where scores explode."""
         self._rough: Verdict | None = None
         """A first choice, while what is around it is tried."""
         self._coarse = 0
@@ -508,7 +265,10 @@ class Search:
 
     def _decide(self, verdict: Verdict) -> None:
         if verdict.shift == 0:
-            if verdict.factor is None:
+            if self._should_look_up(verdict):
+                self._looked_up = True
+                self._shift(+1)
+            elif verdict.factor is None:
                 self._end(verdict)
             else:
                 self._look_closely(verdict)
@@ -527,13 +287,38 @@ class Search:
         if not must and (not self._has_room() or -verdict.shift in self._shifts):
             self._end(verdict, "there was no time to look further")
             return
-        self._shifts.append(verdict.shift)
+        self._shift(verdict.shift)
+
+    def _shift(self, way: int) -> None:
+        self._shifts.append(way)
         # Two neighbours are tried again, with other batches: the curve goes on from there.
-        self._first += verdict.shift * max(self._grid.num - 2, 1)
+        again = min(self._grid.num - 1, 2)
+        low, high = min(self._seen), max(self._seen)
+        self._first = high - again + 1 if way > 0 else low + again - self._grid.num
         self._round = 0
+
+    def _explosion(self, verdict: Verdict) -> float | None:
+        """Where scores explode; nobody knows where there is nothing to measure them by."""
+        if math.isnan(verdict.reference):
+            return None
+        scores = [point.score for point in self.points if point.score is not None]
+        # If what was gained is chance, it says nothing.
+        gain = math.inf if verdict.factor is None else verdict.reference - min(scores)
+        return explosion(self.points, verdict.reference, gain)
+
+    def _should_look_up(self, verdict: Verdict) -> bool:
+        """Whether to spend a sweep on where scores explode, once: some never do."""
+        if self._looked_up or self._explosion(verdict) is not None:
+            return False
+        sweep = self._grid.num_rounds * self._coarse_steps
+        rounds = Window(1.0, self._num_replicas).num_rounds
+        return self.used + sweep + rounds * self._coarse_steps <= self._budget
 
     def _look_closely(self, verdict: Verdict) -> None:
         """If what is left of the budget allows rounds that are no shorter than those before."""
+        if self._floor(self._explosion(verdict)) > self._grown(verdict.factor):
+            self._end(verdict)  # where scores explode tells more than what is gained
+            return
         self._rough, self._round, self._coarse = verdict, 0, self.used
         rounds = self._window.num_rounds
         steps = self._fine_steps()
@@ -542,6 +327,7 @@ class Search:
 
     def _end(self, verdict: Verdict, but: str = "") -> None:
         self.is_over, self.found, self.edge = True, verdict.factor, verdict.edge
+        self.explosion = self._explosion(verdict)
         self.reason = ", ".join(filter(None, [verdict.reason, but]))
 
     def _has_room(self) -> bool:
@@ -556,17 +342,31 @@ class Search:
         alone, together = (fmean(column) for column in zip(*self._agreements, strict=True))
         return Agreement(alone, together).noise(self._num_replicas)
 
-    def factor_for(self, rule: str, optimizer: str, *, peak: float = 1.0) -> float:
-        """What the run begins with: what was found, for the batch of all replicas, and for a
-        schedule that peaks so many times above its mean.
+    def _grown(self, factor: float | None) -> float:
+        """For the batch of all replicas."""
+        growth = grown(self._rule, self._optimizer, self._num_replicas, self.noise)
+        return 0.0 if factor is None else factor * growth
 
-        It stays below what was lost already with the batch of one, and within what was tried.
+    def _floor(self, explosion: float | None) -> float:
+        return least(self._rule, self._optimizer, explosion)
+
+    def begin_with(self, *, peak: float = 1.0) -> Beginning:
+        """What was found, for the batch of all replicas, and for a schedule that peaks so many
+        times above its mean.
+
+        It stays below what was lost already with the batch of one, and within what was tried; but
+        not far below where scores explode.
         """
+        lowest = self._floor(self.explosion) * peak
         if self.found is None:
-            return _away_from(self.edge, 1.0)
-        wanted = self.found * grown(rule, optimizer, self._num_replicas, self.noise) * peak
+            kept = Beginning(away_from(self.edge, 1.0), "nothing was found")
+            return Beginning(lowest, TOO_LOW) if lowest else kept
+        wanted = self._grown(self.found) * peak
         highest = self.points[-1].factor if self.edge is None else self.edge / 2
-        return max(min(wanted, highest), self.found)
+        chosen = Beginning(wanted, "what was found, for the batch of all replicas and the schedule")
+        if wanted > highest:
+            chosen = Beginning(max(highest, self.found), "more was lost, or not tried")
+        return max(chosen, Beginning(lowest, TOO_LOW), key=lambda begin: begin.factor)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -576,6 +376,7 @@ class Search:
             "round": self._round,
             "used": self.used,
             "shifts": list(self._shifts),
+            "looked_up": self._looked_up,
             "rough": None if self._rough is None else list(self._rough),
             "coarse": self._coarse,
             "close": [list(point) for point in self._close],
@@ -590,6 +391,7 @@ class Search:
             self._seen = {place: Point(*point) for place, *point in state["seen"]}
             self._first, self._round = state["first"], state["round"]
             self._shifts = list(state["shifts"])
+            self._looked_up = state.get("looked_up", False)
             rough = state.get("rough")
             self._rough = None if rough is None else Verdict(*rough)
             self._coarse = state.get("coarse", 0)

@@ -1,0 +1,223 @@
+"""How far below where scores explode does the best learning rate lie?
+
+    python -m benchmarks.explosion [--quick] [--data FOLDER] [--out FILE]
+
+A scout sees a few steps. What gains most in them is often far below what ends best; where scores
+explode is seen in them just as well. For variants of the language model and of its fine-tuning
+(size, batch, length, optimizer) a grid of learning rates is trained to the end, and rounds of 6
+and of 12 steps are made with an eighth of the batch over eight decades. The numbers by which
+`hdet.growth.least` divides come from here; no other task of the settling benchmark has a part.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, geometric_mean, median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import hdet
+from benchmarks import tasks
+from benchmarks.methods import Bench, N, Run, agreed, plain, shape, split
+from benchmarks.models import Size
+from benchmarks.settle import GPT_SIZE, RESULTS, TINY, plain_json
+from benchmarks.tasks import Plan, Task
+from hdet.verdict import Point, explosion
+
+ROUNDS = (6, 12)
+SEEDS, GRID_SEEDS = (0, 1, 2), (100, 101)
+SMALL = Size(256, 128, 4, 4, 96)
+MIDDLE = {"AdamW": 2e-3, "SGD": 0.4}
+PER_DECADE, DECADES = 3, 8
+
+
+class Variant(NamedTuple):
+    """What is trained, and how."""
+
+    size: Size
+    optimizer: str
+    batch: int
+    steps: int
+    tuned: bool = False
+    """Whether it begins with the pre-trained language model."""
+
+    def plan(self) -> Plan:
+        return Plan(self.optimizer, self.steps, self.batch, MIDDLE[self.optimizer], self.size)
+
+
+VARIANTS = {
+    "small, batch 16": Variant(SMALL, "AdamW", 16, 1000),
+    "small, batch 16, SGD": Variant(SMALL, "SGD", 16, 1000),
+    "small, batch 64": Variant(SMALL, "AdamW", 64, 1000),
+    "small, 300 steps": Variant(SMALL, "AdamW", 16, 300),
+    "fine-tuning, SGD": Variant(GPT_SIZE, "SGD", 16, 800, tuned=True),
+    "fine-tuning": Variant(GPT_SIZE, "AdamW", 16, 800, tuned=True),
+    "small, batch 64, SGD": Variant(SMALL, "SGD", 64, 1000),
+    "small, batch 8": Variant(SMALL, "AdamW", 8, 1000),
+    "large, SGD": Variant(GPT_SIZE, "SGD", 16, 800),
+    "small, 4000 steps": Variant(SMALL, "AdamW", 16, 4000),
+    "fine-tuning, batch 64, 300 steps": Variant(GPT_SIZE, "AdamW", 64, 300, tuned=True),
+    "large": Variant(GPT_SIZE, "AdamW", 16, 800),
+    "small, 4000 steps, SGD": Variant(SMALL, "SGD", 16, 4000),
+}
+QUICK = {"tiny": Variant(TINY, "AdamW", 16, 200), "tiny, SGD": Variant(TINY, "SGD", 16, 200)}
+
+
+# Training -------------------------------------------------------------------------------------
+
+
+def grid_of(bench: Bench, places: Sequence[int]) -> list[list[float]]:
+    """[learning rate, loss at the end] of every run."""
+    runs = [Run(bench.plan.middle * 2.0**place, s) for place in places for s in GRID_SEEDS]
+    ended = plain(bench, runs)
+    return [[run.lr, _or_nan(end.live["loss"])] for run, end in zip(runs, ended, strict=True)]
+
+
+def _or_nan(loss: float | None) -> float:
+    return math.nan if loss is None else loss
+
+
+def rounds_of(bench: Bench, seed: int) -> dict[str, Any]:
+    """What every learning rate scores after some steps, from the same weights."""
+    num = PER_DECADE * DECADES  # whole rounds of N replicas
+    lrs = [bench.plan.middle * 10 ** (place / PER_DECADE - DECADES / 2) for place in range(num)]
+    fleet = bench.fleet([seed] * num, capture=False)
+    rule = bench.rule(fleet)
+    batch = bench.task.batches([seed] * (num // N))
+    speeds = torch.tensor(lrs, dtype=torch.float64).to(fleet.weights)[:, None]
+    wave = shape("one cycle", bench.plan.steps, rule.cycles_momentum)
+    momenta = torch.full_like(speeds, wave.momenta[0])
+    step = torch.zeros(num // N, dtype=torch.long, device=fleet.device)
+    told = {"lrs": lrs, "seed": seed, "outset": fmean(_scores(bench, fleet, fleet.weights)[:N])}
+    passed: list[Tensor] = []
+    for now in range(max(ROUNDS)):
+        fleet.losses(*split(batch(step + now), N))
+        if now == 0:
+            told["noise"] = fmean(a.noise(N) for a in agreed(fleet.gradients))
+        rule.step(speeds, momenta)
+        passed.append(fleet.weights.clone())
+        if now + 1 in ROUNDS:
+            late = passed[len(passed) // 2 :]
+            mean = torch.stack(late).mean(0)
+            told[f"after {now + 1}"] = _scores(bench, fleet, mean)
+    return told
+
+
+def _scores(bench: Bench, fleet: Any, weights: Tensor) -> list[float]:
+    found = fleet.evaluate(bench.task.probe, weights=weights, training=True)
+    scores: list[float] = found.double().mean(1).tolist()
+    return scores
+
+
+# What it says ---------------------------------------------------------------------------------
+
+
+def best_of(grid: Sequence[Sequence[float]]) -> float:
+    """The learning rate that ends best, between those of the grid: a parabola in its logarithm."""
+    seen: dict[float, list[float]] = {}
+    for lr, loss in grid:
+        seen.setdefault(lr, []).append(math.inf if loss is None or math.isnan(loss) else loss)
+    lrs = sorted(seen)
+    losses = [fmean(seen[lr]) for lr in lrs]
+    at = min(range(len(lrs)), key=losses.__getitem__)
+    if not 0 < at < len(lrs) - 1:
+        return lrs[at]
+    below, low, above = losses[at - 1 : at + 2]
+    bend = below - 2 * low + above
+    # Beside a cliff a parabola says nothing.
+    is_bowl = bend > 0 and max(below, above) < 1.3 * low
+    return lrs[at] * 2 ** (0.5 * (below - above) / bend) if is_bowl else lrs[at]
+
+
+def explodes_at(told: Mapping[str, Any], num_steps: int) -> float | None:
+    scores = [None if s is None or not math.isfinite(s) else s for s in told[f"after {num_steps}"]]
+    points = [Point(lr, score) for lr, score in zip(told["lrs"], scores, strict=True)]
+    known = [score for score in scores if score is not None]
+    return explosion(points, told["outset"], told["outset"] - min(known))
+
+
+def distance(case: Mapping[str, Any], num_steps: int) -> float:
+    """Where scores explode, in units of the learning rate that ends best."""
+    found = [explodes_at(told, num_steps) for told in case["rounds"]]
+    return median(lr for lr in found if lr is not None) / best_of(case["grid"])
+
+
+def headline(cases: Mapping[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {"variants": len(cases)}
+    for optimizer in ("AdamW", "SGD"):
+        own = [case for case in cases.values() if case["optimizer"] == optimizer]
+        for num_steps in ROUNDS:
+            far = [distance(case, num_steps) for case in own]
+            name = f"{optimizer.lower()}_{num_steps}_steps"
+            told[f"{name}_nearest"], told[f"{name}_farthest"] = min(far), max(far)
+            told[f"{name}_mean"] = geometric_mean(far)
+    return told
+
+
+def table(cases: Mapping[str, Any]) -> str:
+    lines = [
+        "| | best learning rate | noise | explodes after 6 steps at | after 12 |",
+        "|---|---|---|---|---|",
+    ]
+    for name, case in cases.items():
+        six, twelve = (distance(case, num) for num in ROUNDS)
+        noise = fmean(told["noise"] for told in case["rounds"])
+        lines.append(
+            f"| {name} | {best_of(case['grid']):.2g} | {noise:.2g} | x {six:.2g} | x {twelve:.2g} |"
+        )
+    return "\n".join(lines)
+
+
+def case_of(
+    variant: Variant, make: Callable[[Plan], Task], places: Sequence[int]
+) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    bench = Bench(make(variant.plan()), variant.plan(), on_gpu, on_gpu)
+    return {
+        "optimizer": variant.optimizer,
+        "batch": variant.batch,
+        "steps": variant.steps,
+        "rounds": [rounds_of(bench, seed) for seed in SEEDS],
+        "grid": grid_of(bench, places),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two tiny variants, a coarse grid")
+    parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
+    parser.add_argument("--checkpoint", type=Path, default=RESULTS / "pretrained.pt")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    folder = None if options.data is None else Path(options.data)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases: dict[str, Any] = {}
+    for name, variant in (QUICK if options.quick else VARIANTS).items():
+        start: dict[str, Any] = {}
+        if variant.tuned:
+            start = {"text": "text", "start": torch.load(options.checkpoint, map_location=device)}
+        make = partial(tasks.language, folder=folder, device=device, **start)
+        cases[name] = case_of(variant, make, range(-6, 7, 3) if options.quick else range(-7, 8))
+        print(f"{name}: done", flush=True)
+    told = {
+        "headline": headline(cases),
+        "settings": {"replicas": N, "seeds": SEEDS, "grid_seeds": GRID_SEEDS},
+        "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cases": cases,
+    }
+    name = "explosion.quick.json" if options.quick else "explosion.json"
+    (options.out or RESULTS / name).write_text(json.dumps(plain_json(told)) + "\n")
+    print(table(cases))
+
+
+if __name__ == "__main__":
+    main()

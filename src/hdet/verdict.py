@@ -1,0 +1,257 @@
+"""What learning rates came to in short rounds: their scores -> a choice, or where to look further.
+
+Plain Python floats, no torch: every process computes the same answer. Factors are in units of the
+learning rate that the user gave.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median, median_low, stdev
+from typing import NamedTuple
+
+from hdet.fit import without
+
+LOST = 0.25
+"""A learning rate is lost if its score is worse than before the first step, by this share of what
+the best has gained."""
+NEARLY = 0.08
+"""The choice may gain less than the best by this share."""
+MARGIN = 4.0
+"""The choice keeps this factor away from learning rates that are lost."""
+BLAST = 20.0
+"""A score explodes if it is worse than before the first step by so many times what the best has
+gained, or twice as high: what comes first."""
+FAINT = 2.5
+"""Differences of fewer standard errors than this say nothing."""
+HUGE = 1e300
+"""Scores beyond it count as not finite."""
+NOISE = "the scores do not differ by more than their noise"
+NOTHING = "no learning rate gains anything"
+
+
+class Point(NamedTuple):
+    """What one learning rate came to."""
+
+    factor: float
+    score: float | None
+    """Lower is better; none if it is not finite."""
+    error: float = 0.0
+    """Its standard error against the others."""
+
+
+def points_of(
+    factors: Sequence[float],
+    losses: Sequence[float | None],
+    errors: Sequence[float | None],
+    scores: Sequence[Sequence[float]] | None,
+    finite: Sequence[bool],
+) -> list[Point]:
+    """What the replicas of a round have come to, by their scores or else by their losses."""
+    rows = scores or [[math.nan if loss is None else loss] for loss in losses]
+    chances = _errors(rows) if scores else [error or 0.0 for error in errors]
+    return [
+        Point(factor, fmean(row) if sound and _all_finite(row) else None, chance)
+        for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True)
+    ]
+
+
+def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
+    """How much of each mean score is chance: its variation over batches, beside the others."""
+    finite = sorted((row for row in scores if _all_finite(row)), key=fmean)
+    if not finite or len(finite[0]) < 2:
+        return [0.0] * len(scores)
+    if len(finite) == 2:  # the middle between them moves along with each
+        between = [a - b for a, b in zip(*finite, strict=True)]
+        return [stdev(between) / math.sqrt(2 * len(between))] * len(scores)
+    # The better half, and the lower middle of it: what diverged would blur the others.
+    better = finite[: (len(finite) + 1) // 2]
+    common = [median_low(column) for column in zip(*better, strict=True)]
+    return [
+        stdev([a - b for a, b in zip(row, common, strict=True)]) / math.sqrt(len(row))
+        if _all_finite(row)
+        else 0.0
+        for row in scores
+    ]
+
+
+def _all_finite(row: Sequence[float]) -> bool:
+    """Whether their sum is finite, too."""
+    return bool(row) and all(abs(score) < HUGE for score in row)
+
+
+class Verdict(NamedTuple):
+    """What a sweep has shown."""
+
+    factor: float | None
+    """The choice, or what to take if there is no time to look further; none if there is nothing
+    to choose by."""
+    shift: int
+    """Where to look further: down (-1), up (+1), or nowhere."""
+    reason: str
+    edge: float | None = None
+    """The lowest learning rate that is lost."""
+    reference: float = math.nan
+    """What it scores not to have moved."""
+
+
+def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
+    """The lowest learning rate that gains nearly as much as the best; or where to look further.
+
+    `outset` is the score of the weights that everyone set out from; by default that of the lowest
+    learning rate, which has hardly moved.
+    """
+    points = sorted(points)
+    sound, broken = _sound(points)
+    if not sound:
+        return Verdict(None, -1, "the lowest learning rate is lost", broken)
+    lowest = sound[0]
+    reference = _score(lowest) if outset is None else outset
+    edge = _edge(sound, reference) or broken
+    # What lies beyond an edge is luck: there a model may do no more than guess.
+    sound = [point for point in sound if edge is None or point.factor < edge]
+    if not sound:
+        return Verdict(None, -1, "every learning rate is worse than none", edge)
+    is_flat = len(sound) > 1 and not _differ(sound, reference)
+    # Scores may differ by what is lost alone: then whatever is gained is luck.
+    is_flat = is_flat or (outset is not None and not _gains(sound, reference))
+    if is_flat and edge is None:
+        return Verdict(None, +1, NOISE)
+    if outset is not None and min(map(_score, sound)) >= reference:
+        return Verdict(None, -1, NOTHING, edge)
+    if is_flat:
+        return Verdict(None, 0, NOISE, edge, reference)
+    best = min(sound, key=_score)
+
+    def verdict(factor: float, shift: int, reason: str) -> Verdict:
+        return Verdict(away_from(edge, factor), shift, reason, edge, reference)
+
+    if best is lowest:
+        return verdict(lowest.factor, -1, "the lowest learning rate is the best")
+    if _score(lowest) <= _line(sound, reference):
+        return verdict(lowest.factor, -1, "the lowest learning rate is as good as the best")
+    if best is points[-1]:
+        return verdict(best.factor, +1, "the highest learning rate is the best")
+    reason = "the lowest that gains nearly as much as the best"
+    return verdict(_nearly(sound, reference), 0, reason)
+
+
+def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
+    """The same choice among learning rates that are close together."""
+    sound, broken = _sound(sorted(points))
+    if not sound:
+        return rough
+    lost = _edge(sound, rough.reference)
+    sound = [point for point in sound if lost is None or point.factor < lost]
+    smooth = _smoothed(sound)
+    if not smooth or min(map(_score, smooth)) >= rough.reference:
+        return rough  # these rounds have shown nothing
+    edge = min(filter(None, [rough.edge, broken, lost]), default=None)
+    return rough._replace(
+        factor=away_from(edge, _nearly(smooth, rough.reference)),
+        edge=edge,
+        reason=f"{rough.reason}, tried closely",
+    )
+
+
+def explosion(points: Sequence[Point], reference: float, gain: float) -> float | None:
+    """The learning rate where scores explode, between those that were tried; none if they do not.
+
+    `gain` is what the best has gained, or infinite if that is not known: then it is where they are
+    twice as high. What is merely worse than before may pay in a longer run; this does not.
+    """
+    sound, broken = _sound(sorted(points))
+    if not sound:
+        return broken
+    best = min(sound, key=_score)
+    above = BLAST * gain
+    level = reference + (min(above, reference) if reference > 0 else above) - _score(best)
+    if not 0 < level < math.inf:
+        return None
+    for below, point in pairwise(sound):
+        high, low = _score(point) - _score(best), max(_score(below) - _score(best), level / HUGE)
+        if point.factor > best.factor and high >= level:
+            share = math.log(level / low) / math.log(high / low) if low < level else 0.0
+            return float(below.factor ** (1 - share) * point.factor**share)
+    return None if broken is None else math.sqrt(sound[-1].factor * broken)
+
+
+def _sound(points: Sequence[Point]) -> tuple[list[Point], float | None]:
+    """Those below the first that is broken, and that one's factor."""
+    broken = next((point.factor for point in points if point.score is None), None)
+    return [point for point in points if broken is None or point.factor < broken], broken
+
+
+def _smoothed(points: Sequence[Point]) -> list[Point]:
+    """A parabola through the scores, by least squares: every replica has its own luck."""
+    if len(points) < 4:
+        return list(points)
+    places = [math.log(point.factor) for point in points]
+    basis = [[1.0] * len(points)]
+    for power in (1, 2):
+        basis.append(without([place**power for place in places], basis))
+    scores = [_score(point) for point in points]
+    misses = without(scores, basis)
+    return [
+        point._replace(score=score - miss)
+        for point, score, miss in zip(points, scores, misses, strict=True)
+    ]
+
+
+def _score(point: Point) -> float:
+    assert point.score is not None
+    return point.score
+
+
+def _differ(points: Sequence[Point], reference: float = -math.inf) -> bool:
+    """Whether chance alone would hardly spread so many scores so far, or below a reference.
+
+    The largest of n normal deviates is about sqrt(2 ln n), the range of them twice that.
+    """
+    scores = [_score(point) for point in points]
+    noise = median(point.error for point in points)
+    most = 0.4 + 2 * math.sqrt(2 * math.log(len(points)))
+    return max(*scores, reference) - min(scores) > most * noise
+
+
+def _gains(points: Sequence[Point], reference: float) -> bool:
+    """Whether chance alone would hardly bring the best of so many so far below a reference."""
+    noise = median(point.error for point in points)
+    most = 0.2 + math.sqrt(2 * math.log(max(len(points), 2)))
+    return reference - min(map(_score, points)) > most * noise
+
+
+def _edge(sound: Sequence[Point], reference: float) -> float | None:
+    """The lowest learning rate that is worse than none, beyond doubt."""
+    limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
+    for point in sound:
+        if _score(point) > limit + FAINT * point.error:
+            return point.factor
+    return None
+
+
+def away_from(edge: float | None, factor: float) -> float:
+    return factor if edge is None else min(factor, edge / MARGIN)
+
+
+def _nearly(sound: Sequence[Point], reference: float) -> float:
+    """The lowest learning rate that gains nearly as much as the best, between the points.
+
+    Around the best the scores are flat, and which is lowest is chance; below it they are steep,
+    and where they cross a line is not. And what is a little too low costs less than what is a
+    little too high.
+    """
+    line = _line(sound, reference)
+    if _score(sound[0]) <= line:
+        return sound[0].factor
+    for below, point in pairwise(sound):
+        if _score(point) <= line:
+            share = (_score(below) - line) / (_score(below) - _score(point))
+            return float(below.factor ** (1 - share) * point.factor**share)
+    raise AssertionError("the lowest score is below the line")
+
+
+def _line(sound: Sequence[Point], reference: float) -> float:
+    """What counts as nearly as good as the best."""
+    lowest = min(map(_score, sound))
+    return lowest + NEARLY * (reference - lowest)
