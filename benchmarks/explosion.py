@@ -140,13 +140,13 @@ def explodes_at(told: Mapping[str, Any], num_steps: int) -> float | None:
     scores = [None if s is None or not math.isfinite(s) else s for s in told[f"after {num_steps}"]]
     points = [Point(lr, score) for lr, score in zip(told["lrs"], scores, strict=True)]
     known = [score for score in scores if score is not None]
-    return explosion(points, told["outset"], told["outset"] - min(known))
+    return explosion(points, told["outset"], told["outset"] - min(known, default=math.inf))
 
 
 def distance(case: Mapping[str, Any], num_steps: int) -> float:
     """Where scores explode, in units of the learning rate that ends best."""
-    found = [explodes_at(told, num_steps) for told in case["rounds"]]
-    return median(lr for lr in found if lr is not None) / best_of(case["grid"])
+    found = [explodes_at(told, num_steps) or math.inf for told in case["rounds"]]
+    return median(found) / best_of(case["grid"])
 
 
 def headline(cases: Mapping[str, Any]) -> dict[str, Any]:

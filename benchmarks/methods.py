@@ -356,7 +356,7 @@ class Came(NamedTuple):
     finite: list[bool]
     agreement: Agreement
     outset: float | None
-    """The score of the weights that all set out from; by losses nobody knows it."""
+    """The score of the weights that all set out from; by losses, what all saw in a first step."""
 
 
 def _round(
@@ -398,7 +398,7 @@ def _round(
     finite = fleet.weights.isfinite().all(1).view(-1, N).tolist()
     probed: list[Any] = [None] * len(runs)
     first = seen[0].double().view(-1, N).mean(1).tolist()
-    outset: list[Any] = [None] * len(runs)
+    outset: list[Any] = list(first)
     if probe:
         begun = fleet.evaluate(bench.task.probe, weights=begin, training=True)[::N]
         outset = begun.double().mean(1).tolist()

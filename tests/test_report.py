@@ -188,6 +188,9 @@ def test_what_a_scout_saw_is_drawn(tmp_path: Path) -> None:
     assert "loss 9 after 3, above 4" in body
     several = page_of(write_sample(tmp_path / "b", cycles=3, scouted=True))
     assert "times the given learning rate" in several
+    record = one / "record.jsonl"
+    record.write_text(record.read_text().replace('"found": 2.0', '"found": null'))
+    assert "None of them was chosen: the lowest that gains" in body_of(page_of(one))
     graph_objects.Figure(painted({"data": plot["data"], "layout": plot["layout"]}))
 
 

@@ -25,7 +25,7 @@ def curve(lr: float) -> float | None:
     if lr > 1000 * BEST:
         return None
     gain = 3 / (1 + (BEST / 4 / lr) ** 1.5)
-    return 5 - gain + (lr / BEST / 4) ** 2
+    return 5 - gain + (lr / BEST / 30) ** 2
 
 
 def search(
@@ -35,6 +35,7 @@ def search(
     total_steps: int | None = 5000,
     optimizer: str = "AdamW",
     rule: Literal["auto", "sqrt", "linear", "none"] = "auto",
+    outset: float | None = None,
 ) -> Search:
     """A whole search from a given learning rate; the factor is in units of it."""
     found = Search(
@@ -46,25 +47,31 @@ def search(
     for _ in range(100):
         if found.is_over:
             return found
-        found.tell([Point(factor, score(start * factor)) for factor in found.factors])
+        points = [Point(factor, score(start * factor)) for factor in found.factors]
+        found.tell(points, None, outset)
     raise AssertionError("never ends")
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4, 8, 16, 64])
 @pytest.mark.parametrize("off", [1e-3, 1e-2, 0.1, 1 / 3, 1, 3, 10, 100, 1000])
 def test_from_any_start_it_finds_the_same(off: float, num_replicas: int) -> None:
-    found = search(BEST * off, num_replicas=num_replicas, total_steps=100_000)
+    found = search(BEST * off, num_replicas=num_replicas, total_steps=100_000, outset=5.0)
     assert found.found is not None
     assert BEST / 2 < found.found * BEST * off < BEST * 2
 
 
 @given(st.floats(0.01, 100), st.floats(-50, 50))
 def test_only_differences_count(scale: float, shift: float) -> None:
-    def other(lr: float) -> float | None:
-        score = curve(lr)
-        return None if score is None else scale * score + shift
+    def other(shift: float) -> float | None:
+        def score(lr: float) -> float | None:
+            known = curve(lr)
+            return None if known is None else scale * known + shift
 
-    assert search(BEST, other).found == pytest.approx(search(BEST).found, rel=1e-6)
+        return search(BEST, score).found
+
+    assert other(0.0) == pytest.approx(search(BEST).found, rel=1e-6)
+    # A constant moves where scores are twice as high, and with it what is tried closely.
+    assert other(shift) == pytest.approx(search(BEST).found, rel=0.2)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 8, 64])
@@ -90,7 +97,9 @@ def test_the_edge_counts_for_the_batch_of_all_replicas_too() -> None:
     assert found.edge is not None
     assert found.begin_with().factor == pytest.approx(2 * found.found)
     assert found.begin_with(peak=1.5).factor == pytest.approx(3 * found.found)
-    assert found.begin_with(peak=20.0).factor == pytest.approx(found.edge / 2)
+    assert found.explosion is not None
+    lost = min(found.edge, found.explosion)
+    assert found.begin_with(peak=40.0).factor == pytest.approx(lost / 2)
     assert search(BEST, num_replicas=4, rule="none").begin_with().factor == found.found
 
 
@@ -280,13 +289,105 @@ def test_it_looks_up_once_for_an_explosion() -> None:
 def test_where_scores_tell_nothing_an_explosion_still_does() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     while not found.is_over:
-        scores = [2.0 - 0.01 * min(factor, 1.0) + factor**2 / 100 for factor in found.factors]
+        tiny = 0.01 if found.used == 0 else -0.01  # nothing that a closer look would confirm
+        scores = [2.0 - tiny * min(factor, 1.0) + factor**2 / 100 for factor in found.factors]
         points = [Point(f, score, 0.1) for f, score in zip(found.factors, scores, strict=True)]
         found.tell(points, None, 2.0)
+    assert found.found is None
     assert "noise" in found.reason
     begin = found.begin_with()
     assert begin.factor == pytest.approx(200**0.5 / FAR, rel=0.1)
     assert begin.why == TOO_LOW
+
+
+def test_where_scores_tell_nothing_it_looks_closely_below_an_explosion() -> None:
+    """Longer rounds there may tell what the short ones did not."""
+    found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="AdamW")
+    noise = 0.5
+    while not found.is_over:
+        gains = [min(factor / 0.05, 1.0) * (0.01 if noise else 1.0) for factor in found.factors]
+        pairs = zip(found.factors, gains, strict=True)
+        points = [Point(f, 2.0 - gain + (f / 10) ** 2, noise) for f, gain in pairs]
+        found.tell(points, None, 2.0)
+        noise = 0.0
+    assert min(point.factor for point in found.close_points) < 0.05
+    assert found.explosion is not None
+    assert max(point.factor for point in found.close_points) < found.explosion / 30
+    assert found.found is not None
+    assert 0.04 < found.found < 0.1
+
+
+def test_chance_below_an_explosion_is_hardly_ever_taken_for_a_gain() -> None:
+    chance, taken = random.Random(3), 0
+    for _ in range(200):
+        found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="AdamW")
+        while not found.is_over:
+            scores = [chance.gauss(2, 0.01) if f < 50 else 50.0 for f in found.factors]
+            points = [Point(f, s, 0.01) for f, s in zip(found.factors, scores, strict=True)]
+            found.tell(points, None, 2.0)
+        taken += found.found is not None
+    assert taken < 0.1 * 200
+
+
+def test_luck_beyond_an_explosion_does_not_hide_it() -> None:
+    def lucky(lr: float) -> float | None:
+        if lr < 3:
+            return 2 - min(lr, 1 / lr)
+        return 20.0 if lr < 50 else 0.5 if lr < 200 else None
+
+    found = search(1.0, lucky, outset=2.0, optimizer="SGD")
+    assert found.explosion is not None
+    assert found.explosion < 7.2
+    assert found.begin_with(peak=2.5).factor <= found.explosion / 2
+
+
+def test_a_run_begins_below_an_explosion_that_lies_between_two_points() -> None:
+    """A quadratic with many curvatures, trained by SGD: beyond twice the inverse of the largest."""
+    found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="SGD")
+    while not found.is_over:
+        scores = [
+            sum((1 - factor * 10 ** (-k / 5)) ** (2 * found.num_steps) for k in range(16)) / 16
+            for factor in found.factors
+        ]
+        points = [
+            Point(f, s if s < 1e300 else None) for f, s in zip(found.factors, scores, strict=True)
+        ]
+        found.tell(points, None, 1.0)
+    assert found.explosion is not None
+    assert found.begin_with(peak=2.08).factor <= found.explosion / 2 < 2.0
+
+
+def test_what_is_lost_in_longer_rounds_lowers_the_choice() -> None:
+    found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="SGD")
+    found.tell([Point(f, 2 - min(f, 1 / f) if f < 30 else 10) for f in found.factors], None, 2.0)
+    lowest = min(found.factors)
+    found.tell([Point(f, None) for f in found.factors])
+    assert found.is_over
+    assert found.edge == lowest
+    assert found.found == lowest / 4
+
+
+@pytest.mark.parametrize("outset", [1e-26, -5.0, 1e250])
+def test_scores_of_any_size_are_judged(outset: float) -> None:
+    size = abs(outset)
+
+    def score(lr: float) -> float | None:
+        return outset - size * min(lr, 1 / lr) if lr < 3 else outset + size * lr**9
+
+    found = search(1.0, lambda lr: score(lr) if lr < 90 else None, outset=outset)
+    assert found.found is not None
+    assert found.begin_with().factor > 0
+
+
+def test_what_is_broken_has_exploded_whatever_the_sign_of_the_loss() -> None:
+    chance = random.Random(0)
+    for outset in (5.0, -5.0):
+        found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
+        while not found.is_over:
+            scores = [outset + chance.gauss(0, 0.01) if f < 50 else None for f in found.factors]
+            points = [Point(f, s, 0.01) for f, s in zip(found.factors, scores, strict=True)]
+            found.tell(points, None, outset)
+        assert found.explosion == pytest.approx((26.8 * 100) ** 0.5, rel=0.01)
 
 
 def test_a_lucky_score_further_up_is_not_followed() -> None:
@@ -307,6 +408,7 @@ def test_scores_without_a_difference_keep_the_given_learning_rate() -> None:
         found = search(1.0, lambda lr: 1.0, num_replicas=num_replicas)
         assert "noise" in found.reason
         assert found.begin_with().factor == 1.0
+        assert found.num_steps > 0  # whoever still asks gets an answer
 
 
 @pytest.mark.parametrize("num", [8, 16, 64])

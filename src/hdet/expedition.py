@@ -71,15 +71,13 @@ class Expedition:
         return self.search.num_steps - self._done
 
     def judge(self, call: RollCall, outset: RollCall | None) -> None:
-        """What every replica has come to in this round, and what the weights of before score.
-
-        By losses nobody knows that: those of the first step are of a few batches.
-        """
+        """What every replica has come to in this round, and what the weights of before score: by
+        losses, what all of them saw together in the first step of the run."""
         scores = None if outset is None else outset.scores
         self.search.tell(
             points_of(self.search.factors, call.losses, call.errors, call.scores, call.finite),
             self._agreement,
-            None if scores is None else fmean(scores[0]),
+            call.first_loss if scores is None else fmean(scores[0]),
         )
 
     def come_back(self) -> None:

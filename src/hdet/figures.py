@@ -315,6 +315,8 @@ def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) 
         told.append(f"At {brief(min(lost))} nothing finite was left.")
     if seen.found is not None:
         told.append(f"Chosen: {brief(seen.found * unit)}, {shortened(seen.reason, 120)}.")
+    elif seen.factor is not None:
+        told.append(f"None of them was chosen: {shortened(seen.reason, 120)}.")
     if seen.factor is not None:
         why = f": {shortened(seen.why, 120)}" if seen.why else ""
         told.append(f"The schedule peaks at {brief(seen.factor * unit)}{why}.")

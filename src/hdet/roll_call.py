@@ -94,9 +94,7 @@ def roll_call(
         finite=[bool(row[5]) and row[6] == least_bad for row in table],
         agreed=_compare([row[9:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
         states_match=len({row[7] for row in table}) == 1,
-        first_loss=fmean(firsts)
-        if (firsts := [r[8] for r in table if math.isfinite(r[8])])
-        else None,
+        first_loss=_mean_of_finite([row[8] for row in table]),
         scores=None if probed is None else _scores([line[-scored.shape[1] :] for line in lines]),
     )
 

@@ -24,6 +24,8 @@ BELOW, ABOVE = 8.0, 2.0
 """... from this factor below it to that above: what a longer round chooses is lower."""
 FEWEST_STEPS = 4
 """Below so many a round tells nothing."""
+LIKELY = 1.5
+"""In units of what is needlessly low: what is tried closely lies around it at most."""
 TOO_LOW = "less is needlessly far below where scores explode"
 MOST_SWEEPS = 4
 """Twelve decades further there is nothing to be found."""
@@ -169,6 +171,8 @@ class Search:
         """Whether it went up for nothing but to see where scores explode."""
         self._rough: Verdict | None = None
         """A first choice, while what is around it is tried."""
+        self._centre: float | None = None
+        """Of what is tried then; none if there is nothing to go by."""
         self._coarse = 0
         """The steps that were used before it was made."""
         self._close: list[Point] = []
@@ -216,9 +220,8 @@ class Search:
 
     @property
     def _window(self) -> Window:
-        assert self._rough is not None
-        assert self._rough.factor is not None
-        return Window(self._rough.factor, self._num_replicas)
+        assert self._centre is not None
+        return Window(self._centre, self._num_replicas)
 
     @property
     def points(self) -> list[Point]:
@@ -267,9 +270,7 @@ class Search:
         if verdict.shift == 0:
             if self._should_look_up(verdict):
                 self._looked_up = True
-                self._shift(+1)
-            elif verdict.factor is None:
-                self._end(verdict)
+                self._move(+1)
             else:
                 self._look_closely(verdict)
             return
@@ -287,10 +288,10 @@ class Search:
         if not must and (not self._has_room() or -verdict.shift in self._shifts):
             self._end(verdict, "there was no time to look further")
             return
-        self._shift(verdict.shift)
+        self._shifts.append(verdict.shift)
+        self._move(verdict.shift)
 
-    def _shift(self, way: int) -> None:
-        self._shifts.append(way)
+    def _move(self, way: int) -> None:
         # Two neighbours are tried again, with other batches: the curve goes on from there.
         again = min(self._grid.num - 1, 2)
         low, high = min(self._seen), max(self._seen)
@@ -301,9 +302,11 @@ class Search:
         """Where scores explode; nobody knows where there is nothing to measure them by."""
         if math.isnan(verdict.reference):
             return None
-        scores = [point.score for point in self.points if point.score is not None]
-        # If what was gained is chance, it says nothing.
-        gain = math.inf if verdict.factor is None else verdict.reference - min(scores)
+        gain = math.inf  # if what was gained is chance, it says nothing
+        if verdict.factor is not None:
+            below = verdict.edge or math.inf  # beyond it a good score is luck
+            scores = [p.score for p in self.points if p.score is not None and p.factor < below]
+            gain = verdict.reference - min(scores, default=math.inf)
         return explosion(self.points, verdict.reference, gain)
 
     def _should_look_up(self, verdict: Verdict) -> bool:
@@ -315,19 +318,28 @@ class Search:
         return self.used + sweep + rounds * self._coarse_steps <= self._budget
 
     def _look_closely(self, verdict: Verdict) -> None:
-        """If what is left of the budget allows rounds that are no shorter than those before."""
-        if self._floor(self._explosion(verdict)) > self._grown(verdict.factor):
-            self._end(verdict)  # where scores explode tells more than what is gained
-            return
-        self._rough, self._round, self._coarse = verdict, 0, self.used
-        rounds = self._window.num_rounds
-        steps = self._fine_steps()
-        if steps < self._coarse_steps or self.used + rounds * steps > self._budget:
+        """Around the first choice, or below an explosion where that is lower or all there is.
+
+        If what is left of the budget allows rounds that are no shorter than those before.
+        """
+        exploded = self._explosion(verdict)
+        likely = LIKELY * least("auto", self._optimizer, exploded)
+        self._centre = min((centre for centre in (verdict.factor, likely) if centre), default=None)
+        self._coarse = self.used
+        # Where scores explode may tell more than what is gained.
+        is_needless = verdict.factor and self._floor(exploded) > self._grown(verdict.factor)
+        if self._centre is None or is_needless or not self._has_room_to_look_closely():
             self._end(verdict)
+        else:
+            self._rough, self._round = verdict, 0
+
+    def _has_room_to_look_closely(self) -> bool:
+        rounds, steps = self._window.num_rounds, self._fine_steps()
+        return steps >= self._coarse_steps and self.used + rounds * steps <= self._budget
 
     def _end(self, verdict: Verdict, but: str = "") -> None:
         self.is_over, self.found, self.edge = True, verdict.factor, verdict.edge
-        self.explosion = self._explosion(verdict)
+        self.explosion = self._explosion(self._rough or verdict)
         self.reason = ", ".join(filter(None, [verdict.reason, but]))
 
     def _has_room(self) -> bool:
@@ -355,14 +367,15 @@ class Search:
         times above its mean.
 
         It stays below what was lost already with the batch of one, and within what was tried; but
-        not far below where scores explode.
+        not far below where scores explode, whatever is merely worse than none in a few steps.
         """
         lowest = self._floor(self.explosion) * peak
+        lost = min(filter(None, [self.edge, self.explosion]), default=None)
         if self.found is None:
-            kept = Beginning(away_from(self.edge, 1.0), "nothing was found")
+            kept = Beginning(away_from(lost, 1.0), "nothing was found")
             return Beginning(lowest, TOO_LOW) if lowest else kept
         wanted = self._grown(self.found) * peak
-        highest = self.points[-1].factor if self.edge is None else self.edge / 2
+        highest = self.points[-1].factor if lost is None else lost / 2
         chosen = Beginning(wanted, "what was found, for the batch of all replicas and the schedule")
         if wanted > highest:
             chosen = Beginning(max(highest, self.found), "more was lost, or not tried")
@@ -378,6 +391,7 @@ class Search:
             "shifts": list(self._shifts),
             "looked_up": self._looked_up,
             "rough": None if self._rough is None else list(self._rough),
+            "centre": self._centre,
             "coarse": self._coarse,
             "close": [list(point) for point in self._close],
             "agreements": [list(agreement) for agreement in self._agreements],
@@ -394,6 +408,7 @@ class Search:
             self._looked_up = state.get("looked_up", False)
             rough = state.get("rough")
             self._rough = None if rough is None else Verdict(*rough)
+            self._centre = state.get("centre", rough[0] if rough else None)
             self._coarse = state.get("coarse", 0)
             self._close = [Point(*point) for point in state.get("close", [])]
             self._agreements = [Agreement(*pair) for pair in state.get("agreements", [])]

@@ -26,6 +26,7 @@ FAINT = 2.5
 """Differences of fewer standard errors than this say nothing."""
 HUGE = 1e300
 """Scores beyond it count as not finite."""
+NEARLY_BEST = "the lowest that gains nearly as much as the best"
 NOISE = "the scores do not differ by more than their noise"
 NOTHING = "no learning rate gains anything"
 
@@ -132,25 +133,24 @@ def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
         return verdict(lowest.factor, -1, "the lowest learning rate is as good as the best")
     if best is points[-1]:
         return verdict(best.factor, +1, "the highest learning rate is the best")
-    reason = "the lowest that gains nearly as much as the best"
-    return verdict(_nearly(sound, reference), 0, reason)
+    return verdict(_nearly(sound, reference), 0, NEARLY_BEST)
 
 
 def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
     """The same choice among learning rates that are close together."""
     sound, broken = _sound(sorted(points))
-    if not sound:
-        return rough
-    lost = _edge(sound, rough.reference)
+    lost = _edge(sound, rough.reference) if sound else None
+    edge = min(filter(None, [rough.edge, broken, lost]), default=None)
     sound = [point for point in sound if lost is None or point.factor < lost]
     smooth = _smoothed(sound)
-    if not smooth or min(map(_score, smooth)) >= rough.reference:
-        return rough  # these rounds have shown nothing
-    edge = min(filter(None, [rough.edge, broken, lost]), default=None)
+    if not smooth or not _gains(smooth, rough.reference):
+        # These rounds have shown nothing, but perhaps what is lost in longer ones.
+        kept = None if rough.factor is None else away_from(edge, rough.factor)
+        return rough._replace(factor=kept, edge=edge)
     return rough._replace(
         factor=away_from(edge, _nearly(smooth, rough.reference)),
         edge=edge,
-        reason=f"{rough.reason}, tried closely",
+        reason=f"{NEARLY_BEST}, tried closely",
     )
 
 
@@ -163,17 +163,28 @@ def explosion(points: Sequence[Point], reference: float, gain: float) -> float |
     sound, broken = _sound(sorted(points))
     if not sound:
         return broken
-    best = min(sound, key=_score)
-    above = BLAST * gain
-    level = reference + (min(above, reference) if reference > 0 else above) - _score(best)
-    if not 0 < level < math.inf:
-        return None
+    level = reference + _blast(reference, gain)
     for below, point in pairwise(sound):
-        high, low = _score(point) - _score(best), max(_score(below) - _score(best), level / HUGE)
-        if point.factor > best.factor and high >= level:
-            share = math.log(level / low) / math.log(high / low) if low < level else 0.0
-            return float(below.factor ** (1 - share) * point.factor**share)
+        if _score(point) >= level:
+            return _crossing(below, point, level, min(map(_score, sound)))
     return None if broken is None else math.sqrt(sound[-1].factor * broken)
+
+
+def _blast(reference: float, gain: float) -> float:
+    """How much worse than before the first step an explosion is; infinite if nobody can say."""
+    above = BLAST * gain if gain > 0 else math.inf
+    return min(above, reference) if reference > 0 else above
+
+
+def _crossing(below: Point, point: Point, level: float, lowest: float) -> float:
+    """Where scores pass a level, on a straight line of their logarithms above the lowest one."""
+    # The lowest itself has none: it counts as a hundredth of the level.
+    high, low = _score(point) - lowest, max(_score(below) - lowest, (level - lowest) / 100)
+    if not 0 < low < min(high, level - lowest):
+        return below.factor
+    rise = math.log(high) - math.log(low)
+    share = (math.log(level - lowest) - math.log(low)) / rise
+    return float(below.factor ** (1 - share) * point.factor**share)
 
 
 def _sound(points: Sequence[Point]) -> tuple[list[Point], float | None]:
