@@ -140,6 +140,8 @@ class Leg(NamedTuple):
     seed: int
     peaks: tuple[float, ...]
     begin: int = 0
+    places: tuple[int, ...] | None = None
+    """Where its schedule is at each of its steps; by default as the library has it."""
 
 
 class Course:
@@ -151,7 +153,7 @@ class Course:
         lrs = torch.zeros(steps, len(legs), len(legs[0].peaks), dtype=torch.float64)
         momenta = torch.full((steps, len(legs), 1), wave.momenta[-1], dtype=torch.float64)
         for row, leg in enumerate(legs):
-            at = torch.tensor(places(steps, leg.begin))
+            at = torch.tensor(leg.places or places(steps, leg.begin))
             peaks = torch.tensor(leg.peaks, dtype=torch.float64)
             lrs[: len(at), row] = torch.tensor(wave.lrs, dtype=torch.float64)[at, None] * peaks
             momenta[: len(at), row, 0] = torch.tensor(wave.momenta, dtype=torch.float64)[at]
@@ -211,11 +213,14 @@ def sail(
     rule: str | None = None,
     schedule: str = "one cycle",
     watch: "Lookout | None" = None,
+    start: Callable[[Fleet, Rule], None] | None = None,
     after: Callable[[int, Fleet], None] | None = None,
 ) -> list[Ended]:
     """Train rows to their end."""
     fleet = bench.fleet([leg.seed for leg in legs])
     mover = bench.rule(fleet, rule)
+    if start is not None:
+        start(fleet, mover)
     course = Course(legs, schedule, bench.plan.steps, mover)
     batch = bench.task.batches([leg.seed for leg in legs])
     average = Average(fleet, bench.plan.steps)
@@ -263,6 +268,7 @@ class Lookout:
         self.scales = torch.ones(len(legs), 1, dtype=fleet.weights.dtype, device=fleet.device)
         self.returns = [0] * len(legs)
         self._sums = torch.zeros(len(legs), dtype=torch.float64, device=fleet.device)
+        self._jumps, self._before = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
         self._counts = [0] * len(legs)
         self._kept = [tensor.clone() for tensor in self._tensors()]
 
@@ -273,6 +279,9 @@ class Lookout:
         if self._first is None:
             self._first = losses.tolist()
         self._sums += losses
+        later = torch.tensor([count > 0 for count in self._counts], device=losses.device)
+        self._jumps += torch.where(later, (losses.double() - self._before).square(), 0.0)
+        self._before = losses.double()
         steps = [leg.begin + now + 1 for leg in self._legs]
         ends = [
             row
@@ -283,19 +292,22 @@ class Lookout:
         self._counts = [count + 1 for count in self._counts]
         if not ends:
             return
-        sums = self._sums.tolist()
+        sums, jumps = self._sums.tolist(), self._jumps.tolist()
         finite = self._fleet.weights.isfinite().all(1).tolist()
         for row in ends:
-            self._judge(row, sums[row] / self._counts[row], finite[row])
-            self._sums[row], self._counts[row] = 0.0, 0
+            num = self._counts[row]
+            error = math.sqrt(jumps[row] / (2 * (num - 1) * num)) if num > 1 else 0.0
+            self._judge(row, sums[row] / num, error, finite[row])
+            self._sums[row], self._jumps[row], self._counts[row] = 0.0, 0.0, 0
 
-    def _judge(self, row: int, loss: float, finite: bool) -> None:
+    def _judge(self, row: int, loss: float, error: float, finite: bool) -> None:
         watch = self._watches[row]
         assert self._first is not None
         watch.begin(self._first[row])
         sound = finite and math.isfinite(loss)
-        reason = watch.spiked(loss) if sound else watch.lost("not finite")
+        reason = watch.spiked(loss, error) if sound else watch.lost("not finite")
         if reason is None:
+            self.scales[row] *= watch.relief
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 kept[row] = tensor[row]
             return
@@ -311,8 +323,17 @@ class Lookout:
 # hdet -----------------------------------------------------------------------------------------
 
 
+Look = Callable[[Sequence[Run], Fleet, Rule], None]
+"""At the replicas of some runs when a round is over, N rows for each."""
+
+
 def scouted(
-    bench: Bench, runs: Sequence[Run], *, probe: bool, scout: hdet.Scout
+    bench: Bench,
+    runs: Sequence[Run],
+    *,
+    probe: bool,
+    scout: hdet.Scout,
+    look: Look | None = None,
 ) -> tuple[list[Search], list[float]]:
     """Every run's search, to its end, and the loss it began with."""
     steps = bench.plan.steps
@@ -333,6 +354,7 @@ def scouted(
             [begins[place] for place in pending],
             fewest,
             probe=probe,
+            look=look,
         )
         first = first or [came.first for came in scores]
         for place, came in zip(pending, scores, strict=True):
@@ -367,6 +389,7 @@ def _round(
     num_steps: int,
     *,
     probe: bool,
+    look: Look | None = None,
 ) -> list[Came]:
     """One round of every run."""
     fleet = bench.fleet([run.seed for run in runs for _ in range(N)], capture=False)
@@ -404,6 +427,8 @@ def _round(
         outset = begun.double().mean(1).tolist()
         found = fleet.evaluate(bench.task.probe, weights=mean, training=True)
         probed = found.double().view(len(runs), N, -1).tolist()
+    if look is not None:
+        look(runs, fleet, rule)
     rows = zip(first, losses, errors, probed, finite, agreements, outset, strict=True)
     return [Came(*row) for row in rows]
 

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, OneCycleLR
 
 import hdet
 from benchmarks import data
@@ -39,6 +40,11 @@ class Task:
     """Validation losses of so many last cycles are averaged, where single ones vary by chance."""
     tail: float = 0.0
     """Of the probe; most best values are those for the weights as they stand."""
+    schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] = lambda optimizer, steps: (
+        ConstantLR(optimizer, factor=1.0)
+    )
+    """(optimizer, number of steps) -> the base schedule."""
+    gradients: Literal["shared", "local"] = "local"
 
 
 @dataclass(frozen=True)
@@ -453,8 +459,15 @@ def transformer(seed: int, starts: Mapping[str, float]) -> Task:
         lambda model: chunks(losses(model)),
         lambda model: float(losses(model).mean()),
         starts={f"lr/{kind}": starts[f"lr/{kind}"] for kind in KINDS},
-        judged_cycles=6,
         tail=0.5,
+        # A grid of constant learning rates has another best at every length of a run.
+        schedule=lambda optimizer, steps: OneCycleLR(
+            optimizer,
+            [group["lr"] for group in optimizer.param_groups],
+            total_steps=steps,
+            cycle_momentum=False,
+        ),
+        gradients="shared",
     )
 
 
@@ -582,7 +595,7 @@ PROBLEMS = [
         transformer,
         None,
         "log",
-        grid=tuple(1.25e-4 * 2**place for place in range(9)),
+        grid=tuple(5e-4 * 2**place for place in range(9)),
         joint=True,
         cycles=40,
     ),

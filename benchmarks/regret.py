@@ -7,7 +7,7 @@ with that seed at the best learning rate of the grid, which was picked on other 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple
 
@@ -152,6 +152,25 @@ def _guarded(rows: Sequence[Row]) -> float | None:
     """The worst of what a guard made of a learning rate that is ten times too high to be stable."""
     regrets = [row.regret for row in rows if METHODS[row.method].kind == "guard"]
     return _finite(max(regrets)) if regrets else None
+
+
+class Luck(NamedTuple):
+    """How far runs of the best learning rate lie apart, which differ in nothing but their seed."""
+
+    most: float
+    """Of nine in ten pairs, in %."""
+    worst: float
+
+
+def luck_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Luck]:
+    """For every task: what the best learning rate itself loses, against itself."""
+    found = {}
+    for task, own in by(runs, lambda run: run["job"]["task"]).items():
+        losses = reference_of(_full(own)).values()
+        apart = [_regret(one, other) for one, other in permutations(losses, 2)]
+        if apart:
+            found[task] = Luck(quantile(apart, 0.9), max(apart))
+    return found
 
 
 def small_grids(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

@@ -140,6 +140,7 @@ class Ensemble:
             design="latin",
             gradients="local",
             **hdets,
+            preset="paper",
         )
 
     def train(self, steps: int, seed: int, *, last_step: bool = True) -> None:

@@ -32,8 +32,8 @@ def digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--max-lr", type=float, default=0.01)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--max-lr", type=float, default=1e-4, help="far too low, on purpose")
     parser.add_argument("--out", default="runs/digits", help="folder for record and checkpoint")
     arguments = parser.parse_args()
 
@@ -46,16 +46,13 @@ def main() -> None:
     network = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
     model = DistributedDataParallel(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.max_lr)
-    scheduler = hdet.OneCycleHDET(  # hdet: was torch.optim.lr_scheduler.OneCycleLR(
+    base = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=arguments.max_lr,
         epochs=arguments.epochs,
         steps_per_epoch=len(loader),
-        model=model,  # hdet: also average the buffers (BatchNorm)
-        spread=0.3,  # hdet
-        sync_every=10,  # hdet
-        record=arguments.out,  # hdet: one JSON line for every cycle
     )
+    scheduler = hdet.HDET(base, model=model, record=arguments.out)  # hdet: around the schedule
     for epoch in range(arguments.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -64,7 +61,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step(loss)  # hdet: was scheduler.step()
-        with scheduler.consensus():  # hdet: what is judged is the mean of the replicas
+        with scheduler.consensus():  # hdet: what is judged is what all replicas agree on
             accuracy = evaluate(model, test_x, test_y)
         if dist.get_rank() == 0:
             print(
@@ -90,7 +87,7 @@ def save(
     parts: dict[str, Any] = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
     states = {name: part.state_dict() for name, part in parts.items()}
     torch.save(states, Path(folder) / "checkpoint.pt")
-    print(f"learning rate at the end {scheduler.get_base_lr()[0]:.2e}")
+    print(f"learning rate: {scheduler.get_knobs()['lr/group0']:.3g} times the given one")
     print(f"record and checkpoint in {folder}")
 
 

@@ -61,7 +61,6 @@ def main() -> None:
         replicas=ensemble,
         knobs=knobs,
         probe=probe,
-        controller=hdet.Tracker(),
         gradients="local",  # every replica feels its own values
         sync_every=25,
         total_steps=arguments.steps,

@@ -23,8 +23,8 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--max-lr", type=float, default=0.01)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--max-lr", type=float, default=1e-4, help="far too low, on purpose")
     parser.add_argument("--out", default="runs/one_device", help="folder for record and checkpoint")
     arguments = parser.parse_args()
 
@@ -42,15 +42,11 @@ def main() -> None:
     optimizer = ensemble.optimizer(  # hdet: around the optimizer as it was
         torch.optim.AdamW(model.parameters(), lr=arguments.max_lr)
     )
-    scheduler = hdet.OneCycleHDET(  # hdet: was torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=arguments.max_lr,
-        total_steps=arguments.steps,
-        model=model,  # hdet
-        replicas=ensemble,  # hdet
-        spread=0.3,  # hdet
-        sync_every=10,  # hdet
-        record=arguments.out,  # hdet
+    base = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=arguments.max_lr, total_steps=arguments.steps
+    )
+    scheduler = hdet.HDET(  # hdet: around the schedule as it was
+        base, model=model, replicas=ensemble, record=arguments.out
     )
     for step in range(arguments.steps):
         batch = torch.randint(1500, (BATCH,), device=device)
@@ -69,6 +65,7 @@ def main() -> None:
     scheduler.converge()  # hdet: before saving
     states = [part.state_dict() for part in (model, optimizer, scheduler)]
     torch.save(states, Path(arguments.out) / "checkpoint.pt")
+    print(f"learning rate: {scheduler.get_knobs()['lr/group0']:.3g} times the given one")
     print(f"record and checkpoint in {arguments.out}; hdet report {arguments.out} draws it")
 
 

@@ -68,7 +68,12 @@ class Run:
         self.loss = options.pop("loss", lambda model, x, y: F.cross_entropy(model(x), y))
         settings = {"controller": None, "sync_every": T, "spread": 0.0, **options}
         self.scheduler = hdet.HDET(
-            base(self.optimizer), model=self.model, replicas=self.ensemble, knobs=knobs, **settings
+            base(self.optimizer),
+            model=self.model,
+            replicas=self.ensemble,
+            knobs=knobs,
+            **settings,
+            preset="paper",
         )
 
     def go(self, steps: int) -> "Run":

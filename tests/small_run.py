@@ -47,7 +47,10 @@ class SmallRun:
             self.model = DistributedDataParallel(model)
             replicas = hdet.ProcessReplicas()
         self.scheduler = hdet.HDET(
-            base(self.optimizer), model=self.model, replicas=replicas, **options
+            base(self.optimizer),
+            model=self.model,
+            replicas=replicas,
+            **{"preset": "paper", **options},
         )
 
     def modules(self) -> list[nn.Module]:

@@ -17,7 +17,7 @@ import hdet
 from hdet import cli, history
 from tests.sample_record import write_sample
 
-HDET = [sys.executable, "-W", "error::UserWarning", "-m", "hdet"]
+HDET = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:no scout", "-m", "hdet"]
 
 
 def run(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -146,11 +146,22 @@ def test_the_demo_resumes_only_what_is_there(
 
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 def test_a_demo_that_is_lost_says_so_and_leaves_a_report(engine: str, tmp_path: Path) -> None:
-    options = ["--lr", "1e30", "--steps", "30", "--replicas", "2", "--engine", engine]
+    options = ["--lr", "1e30", "--steps", "120", "--replicas", "2", "--engine", engine]
     done = run("demo", *options, "--out", tmp_path, status=1)
     assert "Traceback" not in done.stderr
     assert "hdet demo: " in done.stderr
     assert (tmp_path / "report.html").exists()
+
+
+def test_the_demo_finds_what_the_plain_run_lacks(tmp_path: Path) -> None:
+    run("demo", "--steps", "600", "--replicas", "8", "--out", tmp_path)
+    ours, plain = (history.read(tmp_path / name) for name in ("hdet", "plain"))
+    assert ours.scouted is not None
+    assert ours.scouted.factor is not None
+    assert ours.scouted.factor > 30
+    assert ours.measure("accuracy")[-1][1] > 0.9
+    assert plain.measure("accuracy")[-1][1] < 0.5
+    assert plain.scouted is None
 
 
 def test_an_impatient_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -170,7 +181,8 @@ def test_an_impatient_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 def test_the_demo_stopped_and_resumed(engine: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = ["demo", "--steps", "160", "--replicas", "2", "--engine", engine, "--out", str(out)]
+    command = ["demo", "--steps", "160", "--lr", "0.03", "--replicas", "2", "--engine", engine]
+    command += ["--out", str(out)]
     stopped = subprocess.Popen(
         [*HDET, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -211,7 +223,7 @@ def test_the_demo_stopped_and_resumed(engine: str, tmp_path: Path) -> None:
 
 def test_a_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    common = ["--steps", "100", "--out", out]
+    common = ["--steps", "100", "--lr", "0.03", "--out", out]
     stop_soon = subprocess.Popen(
         [*HDET, "demo", *common, "--replicas", "4"], stdout=subprocess.PIPE, text=True
     )
@@ -227,6 +239,7 @@ def test_a_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path
     assert "`--lr` must be" in run("demo", *common, "--lr", "0.1", "--resume", status=1).stderr
 
 
+@pytest.mark.filterwarnings("ignore:no scout")
 def test_an_earlier_demo_is_set_aside(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for steps in ("10", "20"):
@@ -253,6 +266,6 @@ def test_a_terminal_gets_a_live_display(tmp_path: Path) -> None:
     os.close(master)
     assert shown.wait() == 0, screen.decode()
     text = screen.decode()
-    for words in ("hdet demo", "fanned out", "learning rates", "├", "left", "held-out loss"):
+    for words in ("hdet demo", "training", "learning rates", "├", "left", "held-out loss"):
         assert words in text
     assert json.loads((tmp_path / "run" / "hdet" / "record.jsonl").read_text().splitlines()[0])

@@ -71,21 +71,21 @@ def test_a_bad_type_names_itself(changed: dict[str, Any]) -> None:
 def test_a_controller_must_be_one() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(TypeError, match="`controller` must be a controller such as"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), controller="paper")  # type: ignore[arg-type]
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), controller="paper", preset="paper")  # type: ignore[arg-type]
 
 
 def test_a_lazy_parameter_must_be_initialised() -> None:
     model = nn.LazyLinear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`weight` must be initialised, got a lazy parameter"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 
 def test_a_parameter_must_be_dense() -> None:
     model = nn.ParameterDict({"strided": nn.Parameter(torch.zeros(4, 4)[:, :2])})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`strided` must be dense in memory"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 
 class Wide(nn.Module):
@@ -107,24 +107,30 @@ def disagree(rank: int, what: str) -> None:
     elif what == "schedule length":
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        hdet.HDET(CosineAnnealingLR(optimizer, 20 if odd else 10), sync_every=5)
+        hdet.HDET(CosineAnnealingLR(optimizer, 20 if odd else 10), sync_every=5, preset="paper")
     elif what == "end of the schedule":
         one_cycle(final_div_factor=10.0 if odd else 1e4)
     elif what == "weight decay":
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1 * odd)
-        hdet.HDET(CosineAnnealingLR(optimizer, 10), sync_every=5)
+        hdet.HDET(CosineAnnealingLR(optimizer, 10), sync_every=5, preset="paper")
     elif what == "order":
         model = nn.Linear(2, 2)
         parameters = [model.weight, model.bias]
         optimizer = torch.optim.SGD(parameters[::-1] if odd else parameters, lr=0.1)
-        hdet.HDET(CosineAnnealingLR(optimizer, 10), sync_every=5, model=model, gradients="local")
+        hdet.HDET(
+            CosineAnnealingLR(optimizer, 10),
+            sync_every=5,
+            model=model,
+            gradients="local",
+            preset="paper",
+        )
     elif what == "buffers":
         model = nn.Linear(2, 2)
         model.register_buffer("statistics", torch.zeros(3 if odd else 2))
         hdet.HDET(
             CosineAnnealingLR(torch.optim.SGD(model.parameters(), lr=0.1), 10),
-            sync_every=5, model=model, gradients="local",
+            sync_every=5, model=model, gradients="local",preset="paper"
         )  # fmt: skip
     elif what == "buckets":
         hdet.ProcessReplicas(bucket_bytes=2048 if odd else 4096)

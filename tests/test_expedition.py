@@ -465,16 +465,21 @@ def test_where_everything_blows_up_the_weights_are_not_lost() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\) or None, got 4"):
+    with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\), None or 'auto', got 4"):
         Run("stacked", scout=4)
     with pytest.raises(ValueError, match=r"`scout` needs hdet\.lr"):
         Run("stacked", knobs=[hdet.weight_decay()])
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`scout` needs `model=`, got None"):
-        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), scout=SCOUT)
+        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), scout=SCOUT, preset="paper")
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(net())
     with pytest.raises(ValueError, match="must be None with SyncBatchNorm"):
-        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), model=synchronised, scout=SCOUT)
+        hdet.HDET(
+            OneCycleLR(optimizer, 0.1, total_steps=10),
+            model=synchronised,
+            scout=SCOUT,
+            preset="paper",
+        )
     with pytest.raises(ValueError, match="must be None under ReduceLROnPlateau"):
-        hdet.HDET(ReduceLROnPlateau(optimizer), model=model, scout=SCOUT)
+        hdet.HDET(ReduceLROnPlateau(optimizer), model=model, scout=SCOUT, preset="paper")

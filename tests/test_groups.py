@@ -39,7 +39,7 @@ def test_a_tensor_learning_rate_stays_the_same_object(kind: str) -> None:
         ),
         "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=20),
     }
-    scheduler = hdet.HDET(makers[kind](optimizer), sync_every=4)
+    scheduler = hdet.HDET(makers[kind](optimizer), sync_every=4, preset="paper")
     other = makers[kind](plain)
     for _ in range(12):
         for either in (optimizer, plain):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import hdet
-from hdet.guard import Guard, Watch, triage
+from hdet.guard import CONVINCED, Guard, Watch, triage
 
 
 def test_a_replica_is_left_out_for_its_loss_or_its_weights() -> None:
@@ -74,6 +74,41 @@ def test_each_time_in_a_row_it_steps_in_harder_and_a_good_cycle_ends_the_row() -
     assert watch.gives_up
     assert watch.spiked(2.5) is None
     assert not watch.gives_up
+
+
+def test_what_varies_within_a_cycle_is_no_spike_even_of_the_second() -> None:
+    watch = Watch(hdet.Guard())
+    watch.begin(1.5)
+    assert watch.spiked(0.92, 0.03) is None
+    assert watch.spiked(1.08, 0.03) is None
+    sure = Watch(hdet.Guard())
+    sure.begin(1.5)
+    assert sure.spiked(0.92, 0.001) is None
+    assert sure.spiked(1.08, 0.001) is not None
+
+
+def test_a_loss_that_stays_high_whatever_the_learning_rate_is_that_of_the_data() -> None:
+    """And gets its learning rate back; what is good is learnt anew."""
+    watch = Watch(hdet.Guard())
+    for loss in (3.0, 2.0, 1.5, 1.4, 1.3):
+        assert watch.spiked(loss) is None
+    scale = 1.0
+    for _ in range(CONVINCED):
+        assert watch.spiked(5.7) is not None
+        scale *= watch.factor()
+    assert watch.spiked(5.75) is None
+    assert scale * watch.relief == pytest.approx(1.0)
+    assert watch.spiked(5.6) is None
+    assert watch.relief == 1.0
+    assert watch.spiked(60.0) is not None
+
+
+def test_a_loss_that_falls_with_the_learning_rate_is_not() -> None:
+    watch = Watch(hdet.Guard())
+    for loss in (3.0, 2.0, 1.5, 1.4, 1.3):
+        assert watch.spiked(loss) is None
+    for turn in range(CONVINCED + 1):
+        assert watch.spiked(5.0 + 64 / 2**turn) is not None
 
 
 def test_it_can_be_saved() -> None:

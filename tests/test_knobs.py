@@ -85,6 +85,7 @@ def train_engine(rank: int, engine: str, which: str, gradients: Any, steps: int)
         design="orthogonal",
         gradients=gradients,
         sync_every=T,
+        preset="paper",
     )
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ def test_a_knob_of_ones_own_gets_a_number_or_one_for_each_replica() -> None:
     state = {"x": 0.3}
     single = hdet.Knob("x", lambda: state["x"], lambda v: state.update(x=v), bounds=(0.1, 1.0))
     model = tiny()
-    hdet.HDET(ConstantLR(adamw(model), factor=1.0), knobs=[single], controller=None)
+    hdet.HDET(ConstantLR(adamw(model), factor=1.0), knobs=[single], controller=None, preset="paper")
     assert state["x"] == 0.3  # one replica: the start value
 
 
@@ -314,7 +315,11 @@ def test_the_step_of_a_compiled_optimizer_is_compiled_once() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
     knobs = [hdet.lr(), hdet.weight_decay(), hdet.betas(), hdet.eps(), hdet.gradient_clip(1.0)]
     scheduler = hdet.HDET(
-        ConstantLR(optimizer, factor=1.0), knobs=knobs, sync_every=1, controller=None
+        ConstantLR(optimizer, factor=1.0),
+        knobs=knobs,
+        sync_every=1,
+        controller=None,
+        preset="paper",
     )
     step = torch.compile(optimizer.step, backend="aot_eager")
     graphs = []
@@ -494,6 +499,7 @@ def refuse_in_processes(rank: int) -> str:
             model=DistributedDataParallel(model),
             knobs=[knob],
             controller=None,
+            preset="paper",
         )
     except ValueError as error:
         return str(error)
@@ -518,6 +524,7 @@ def differing_knobs(rank: int) -> str:
             LambdaLR(adamw(model), lambda _: 1.0),
             model=DistributedDataParallel(model),
             knobs=[hdet.weight_decay(spread=0.7 if rank else 0.5)],
+            preset="paper",
         )
     except ValueError as error:
         return str(error)
@@ -554,6 +561,7 @@ def consult(rank: int) -> list[float]:
         knobs=[knob],
         controller=None,
         sync_every=5,
+        preset="paper",
     )
     (dial,) = next(iter(knob.dials.values()))
     before = float(dial())
@@ -657,7 +665,7 @@ def test_a_knob_named_like_a_group_is_refused(name: str) -> None:
 def test_a_second_run_has_the_settings_of_the_first_ones_start() -> None:
     run = Run([hdet.weight_decay()])
     base = ConstantLR(run.optimizer, factor=1.0)
-    hdet.HDET(base, model=run.model, replicas=run.ensemble, controller=None)
+    hdet.HDET(base, model=run.model, replicas=run.ensemble, controller=None, preset="paper")
     run.optimizer.step()
     assert run.each("weight_decay") == [0.1] * 4
 
@@ -670,7 +678,10 @@ def test_clipping_minds_what_is_still_scaled() -> None:
         nn.init.ones_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
         scheduler = hdet.HDET(
-            ConstantLR(optimizer, factor=1.0), knobs=[hdet.gradient_clip(1.0)], controller=None
+            ConstantLR(optimizer, factor=1.0),
+            knobs=[hdet.gradient_clip(1.0)],
+            controller=None,
+            preset="paper",
         )
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(model(torch.ones(1, 2)).square().sum()).backward()

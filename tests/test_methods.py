@@ -99,7 +99,9 @@ def by_the_library(kind: str, run: Run, **how: Any) -> float:
     ensemble = hdet.StackedReplicas(net, methods.N)
     optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr))
     base = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
-    scheduler = hdet.HDET(base, model=net, replicas=ensemble, sync_every=methods.SYNC_EVERY, **how)
+    scheduler = hdet.HDET(
+        base, model=net, replicas=ensemble, sync_every=methods.SYNC_EVERY, **how, preset="paper"
+    )
     return trained(run, ensemble, optimizer, scheduler)
 
 

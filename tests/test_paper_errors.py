@@ -146,7 +146,7 @@ def count_messages(rank: int) -> int:
     model = ManySmall()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     base = CosineAnnealingLR(optimizer, 10)
-    scheduler = hdet.HDET(base, model=model, sync_every=1, gradients="local")
+    scheduler = hdet.HDET(base, model=model, sync_every=1, gradients="local", preset="paper")
     optimizer.step()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         scheduler.step(1.0)
@@ -167,7 +167,13 @@ def test_7_the_temperature_is_an_argument(temperature: float) -> None:
 def gradient_modes(rank: int, gradients: str) -> list[float]:
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hdet.HDET(CosineAnnealingLR(optimizer, 10), model=model, gradients=gradients, sync_every=5)  # type: ignore[arg-type]
+    hdet.HDET(
+        CosineAnnealingLR(optimizer, 10),
+        model=model,
+        gradients=gradients,  # type: ignore[arg-type]
+        sync_every=5,
+        preset="paper",
+    )
     model(torch.full((1, 1), 1.0 + rank)).sum().backward()
     return [p.grad.item() for p in model.parameters() if p.grad is not None]
 

@@ -86,6 +86,7 @@ def average_state(rank: int, policy: str, steps: int) -> list[Any]:
         sync_every=2,
         controller=None,
         optimizer_state=policy,  # type: ignore[arg-type]
+        preset="paper",
     )
     before: list[Any] = []
     for step in range(steps):
@@ -119,7 +120,7 @@ def state_of_unequal_size(rank: int) -> int:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = hdet.HDET(
         LambdaLR(optimizer, lambda _: 1.0), model=model, gradients="local", sync_every=1,
-        controller=None, optimizer_state="average",
+        controller=None, optimizer_state="average",preset="paper"
     )  # fmt: skip
     model(torch.ones(1, 2)).sum().backward()
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -137,7 +138,7 @@ def test_states_of_different_size_are_kept(processes: Processes) -> None:
 def test_adagrad_cannot_be_reset() -> None:
     optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match="`optimizer_state` must be 'keep' or 'average'"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), optimizer_state="reset")
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), optimizer_state="reset", preset="paper")
 
 
 def test_a_buffer_that_was_rebound_counts() -> None:
@@ -168,6 +169,7 @@ def freeze(rank: int, differ: bool) -> tuple[list[float], list[float], int]:
         sync_every=1,
         controller=None,
         gradients="local",
+        preset="paper",
     )
     if differ:  # as the target network of a mean teacher does
         with torch.no_grad():
@@ -269,7 +271,7 @@ def train_masked(rank: int, bad: bool) -> Any:
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
     scheduler = hdet.HDET(
         LambdaLR(optimizer, lambda _: 1.0), model=model, gradients="local", sync_every=1,
-        controller=None,
+        controller=None,preset="paper"
     )  # fmt: skip
     model.get_buffer("running").fill_(math.nan if bad and rank == 1 else float(rank))
     optimizer.step()
@@ -295,7 +297,7 @@ def test_parameters_that_overlap_are_refused() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory[:4])})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="must not share a part of its memory"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 
 def perturb_one(rank: int) -> bool:
@@ -313,7 +315,7 @@ def move_a_buffer(rank: int) -> list[float]:
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
     scheduler = hdet.HDET(
         LambdaLR(optimizer, lambda _: 1.0), model=model, gradients="local", sync_every=1,
-        controller=None,
+        controller=None,preset="paper"
     )  # fmt: skip
     seen = []
     for step in range(3):

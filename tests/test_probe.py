@@ -67,6 +67,7 @@ class Run:
             replicas=self.ensemble,
             probe=probe,
             **settings,
+            preset="paper",
         )
 
     def go(self, steps: int) -> "Run":
@@ -229,6 +230,7 @@ def test_label_smoothing_rests_while_replicas_are_scored() -> None:
         probe=scored,
         controller=hdet.Tracker(),
         sync_every=1,
+        preset="paper",
     )
     losses = ensemble.losses(lambda model, x, y: criterion(model(x), y), *data(0))
     losses.sum().backward()
@@ -265,6 +267,7 @@ def probed_process(rank: int, kind: str) -> Any:
         controller=hdet.Tracker(threshold=0.0),
         spread=0.3,
         sync_every=T,
+        preset="paper",
     )
     torch.manual_seed(rank)  # replicas do not share their random numbers
     try:
@@ -353,7 +356,7 @@ def test_a_probe_needs_the_model() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`probe` needs `model=`"):
-        hdet.HDET(ConstantLR(optimizer, factor=1.0), probe=score)
+        hdet.HDET(ConstantLR(optimizer, factor=1.0), probe=score, preset="paper")
 
 
 # Batches -----------------------------------------------------------------------------------------
@@ -416,6 +419,7 @@ def differing_scores(rank: int) -> str:
         probe=lambda model: score(model)[: 3 + rank],
         sync_every=1,
         spread=0.1,
+        preset="paper",
     )
     optimizer.step()
     try:

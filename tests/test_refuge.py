@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet
+from hdet.guard import CONVINCED, NEW_LEVEL
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
@@ -153,8 +154,26 @@ def test_a_resumed_run_remembers_what_is_good() -> None:
     assert all(map(torch.equal, other.state(), good))
 
 
+def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: Path) -> None:
+    """No learning rate brings the old loss back: after a few cycles that is believed."""
+    run = Run("stacked", record=tmp_path)
+    noise = torch.Generator().manual_seed(0)
+    for cycle in range(25):
+        level = 1.0 + 2.0 / (1 + cycle) if cycle < 10 else 6.0
+        for _ in range(T):
+            run.optimizer.step()
+            run.scheduler.step(level + 0.01 * torch.randn(N, generator=noise))
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
+    lines = told(tmp_path)
+    assert len(lines) == CONVINCED + 1
+    assert lines[-1]["reason"] == NEW_LEVEL
+    assert math.prod(line["factor"] for line in lines) == pytest.approx(1.0)
+
+
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"`guard` must be hdet.Guard\(\) or None, got True"):
+    with pytest.raises(
+        TypeError, match=r"`guard` must be hdet.Guard\(\), None or 'auto', got True"
+    ):
         Run("one", guard=True)
     with pytest.raises(ValueError, match=r"`guard` needs hdet\.lr\(\) among the knobs"):
         Run("one", knobs=[hdet.weight_decay()])

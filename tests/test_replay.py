@@ -38,7 +38,7 @@ def recorded(folder: Path, steps: int = STEPS, base: str = "one_cycle") -> list[
         )
     else:
         cosine = CosineAnnealingLR(optimizer, T_max=STEPS)
-        scheduler = hdet.HDET(cosine, total_steps=STEPS, model=model, **common)
+        scheduler = hdet.HDET(cosine, total_steps=STEPS, model=model, **common, preset="paper")
     seen = []
     for step in range(steps):
         seen.append(scheduler.get_base_lr())
@@ -79,7 +79,7 @@ def test_a_schedule_with_turns_is_played_turn_by_turn(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = optimizer_of(model)
     base = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 7)
-    scheduler = hdet.HDET(base, sync_every=30, total_steps=60, record=tmp_path)
+    scheduler = hdet.HDET(base, sync_every=30, total_steps=60, record=tmp_path, preset="paper")
     want = []
     for _ in range(60):
         want.append(scheduler.get_base_lr())

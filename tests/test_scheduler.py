@@ -587,6 +587,7 @@ def average_two_of_three(rank: int) -> list[float]:
         sync_every=1,
         controller=None,
         gradients="local",
+        preset="paper",
     )
     model[0].data.fill_([1.0, math.nan, 3.0][rank])
     optimizer.step()
@@ -614,7 +615,7 @@ def step_past_a_loop(rank: int) -> list[float]:
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     base = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    scheduler = hdet.HDET(base, spread=0.5, sync_every=2)
+    scheduler = hdet.HDET(base, spread=0.5, sync_every=2, preset="paper")
     for _ in range(40):
         optimizer.step()
         scheduler.step(-scheduler.get_last_lr()[0] * (1 + scheduler.last_epoch))
@@ -638,20 +639,20 @@ def test_the_scheduler_keeps_copies_of_what_it_saves() -> None:
 
 def test_a_state_of_another_schedule_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    other = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0))
+    other = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), preset="paper")
     with pytest.raises(ValueError, match="must be of a LambdaLR, got that of a OneCycleLR"):
         other.load_state_dict(_single(10).state_dict())
 
 
 def test_one_hdet_around_another_is_refused() -> None:
     with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler"):
-        hdet.HDET(_single(10))
+        hdet.HDET(_single(10), preset="paper")
 
 
 def test_a_run_longer_than_its_base_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match=r"at most that of the base schedule \(10\), got 13"):
-        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), total_steps=13)
+        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), total_steps=13, preset="paper")
 
 
 def test_a_scheduler_that_is_gone_writes_nothing() -> None:
@@ -713,7 +714,9 @@ def own_controller(rank: int) -> float:
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), sync_every=1, controller=Nudge())
+    scheduler = hdet.HDET(
+        LambdaLR(optimizer, lambda _: 1.0), sync_every=1, controller=Nudge(), preset="paper"
+    )
     optimizer.step()
     scheduler.step(1.0)
     return scheduler.get_base_lr()[0]
@@ -742,7 +745,7 @@ def train_without_ddp(rank: int) -> None:
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="`model` is not wrapped in DistributedDataParallel"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model)
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 
 def test_shared_gradients_without_ddp_are_pointed_out(processes: Processes) -> None:

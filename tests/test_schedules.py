@@ -81,7 +81,7 @@ def follow(rank: int, name: str) -> list[tuple[float, float]]:
     nn.init.constant_(model.bias, 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scheduler = hdet.HDET(
-        SCHEDULES[name][0](optimizer), spread=SPREAD, sync_every=T, controller=None
+        SCHEDULES[name][0](optimizer), spread=SPREAD, sync_every=T, controller=None, preset="paper"
     )
     seen = []
     for _ in range(STEPS):
@@ -107,7 +107,7 @@ def plateau(rank: int) -> list[float]:
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     base = torch_schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
-    scheduler = hdet.HDET(base, spread=SPREAD, sync_every=T, controller=None)
+    scheduler = hdet.HDET(base, spread=SPREAD, sync_every=T, controller=None, preset="paper")
     lrs = []
     for step in range(STEPS):
         optimizer.step()
@@ -131,13 +131,13 @@ def test_a_plateau_is_judged_by_the_mean_loss_of_all_replicas(processes: Process
 
 def test_a_base_that_is_no_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler, got 'cosine'"):
-        hdet.HDET("cosine")  # type: ignore[arg-type]
+        hdet.HDET("cosine", preset="paper")  # type: ignore[arg-type]
 
 
 def state_after(steps: int, name: str) -> tuple[hdet.HDET, Any]:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=LR)
-    scheduler = hdet.HDET(SCHEDULES[name][0](optimizer), sync_every=T)
+    scheduler = hdet.HDET(SCHEDULES[name][0](optimizer), sync_every=T, preset="paper")
     for _ in range(steps):
         optimizer.step()
         scheduler.step()

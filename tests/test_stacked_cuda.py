@@ -245,6 +245,7 @@ def test_a_run_with_knobs_and_a_probe_trains_captured() -> None:
         ),
         controller=hdet.Tracker(threshold=0.0),
         sync_every=4,
+        preset="paper",
     )
     for _ in range(20):
         optimizer.zero_grad()

@@ -18,6 +18,7 @@ from hdet.design import DESIGNS
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.parameters import Parameters
+from hdet.preset import unfit_for_scouts
 from hdet.probe import Probe
 from hdet.replicas import Replicas
 from hdet.scout import Scout
@@ -65,13 +66,13 @@ class Settings:
         is_one = hasattr(self.controller, "update") and not isinstance(self.controller, type)
         if self.controller is not None and not is_one:
             raise TypeError(
-                "`controller` must be a controller such as hdet.PaperController() or None, "
-                f"got {self.controller!r}."
+                "`controller` must be a controller such as hdet.PaperController(), None or "
+                f"'auto', got {self.controller!r}."
             )
         if self.scout is not None and not isinstance(self.scout, Scout):
-            raise TypeError(f"`scout` must be hdet.Scout() or None, got {self.scout!r}.")
+            raise TypeError(f"`scout` must be hdet.Scout(), None or 'auto', got {self.scout!r}.")
         if self.guard is not None and not isinstance(self.guard, Guard):
-            raise TypeError(f"`guard` must be hdet.Guard() or None, got {self.guard!r}.")
+            raise TypeError(f"`guard` must be hdet.Guard(), None or 'auto', got {self.guard!r}.")
         if self.total_steps is not None:
             check_integer("total_steps", self.total_steps, at_least=1)
             if self.controller is not None and self.controller.warmup_steps >= self.total_steps:
@@ -130,8 +131,8 @@ def check_together(
             "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
             "in its constructor, got 'reset'."
         )
-    if settings.scout is not None:
-        _check_scout(settings, base, model)
+    if settings.scout is not None and (problem := unfit_for_scouts(base, model)):
+        raise ValueError(f"{problem}.")
     rates = any(isinstance(knob, LearningRate) for knob in settings.knobs)
     for name in ("scout", "guard"):
         if getattr(settings, name) is not None and not rates:
@@ -147,17 +148,6 @@ def check_together(
             "steps): replicas converge once, at its end, and the scale is never moved.",
             stacklevel=5,
         )
-
-
-def _check_scout(settings: Settings, base: Base, model: nn.Module | None) -> None:
-    if model is None:
-        raise ValueError("`scout` needs `model=`, got None.")
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            "`scout` must be None with SyncBatchNorm, which mixes what replicas compute, got one."
-        )
-    if base.wants_metric:
-        raise ValueError("`scout` must be None under ReduceLROnPlateau, got one.")
 
 
 def check_knobs(

@@ -17,6 +17,14 @@ MEMORY = 20
 """So many good cycles tell how much the loss varies from one to the next."""
 
 
+CONVINCED, ALIKE = 5, 0.25
+"""After so many times in a row, at learning rates that move nothing any more, a loss that differs
+from the one before by less than this share of the spike is that of the data."""
+
+
+NEW_LEVEL = "as high whatever the learning rate: the data has changed, and all goes on as before"
+
+
 class ReplicasLost(RuntimeError):
     """No replica is left with finite weights and a finite loss: there is nothing to go on from."""
 
@@ -88,29 +96,45 @@ class Watch:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._good: list[float] = []
+        self._errors: list[float] = []
+        """The standard errors of the last good losses."""
         self._first: float | None = None
         self.in_a_row = 0
+        self._last: float | None = None
+        """The loss of the cycle before, if it was not good but finite."""
+        self._lowered = 1.0
+        """What the scale was multiplied by since the last good cycle."""
+        self.relief = 1.0
+        """What the scale is multiplied by after a cycle that was called good."""
 
     def begin(self, loss: float | None) -> None:
         """The loss before the first step: what a first cycle is compared with."""
         if self._first is None and loss is not None and math.isfinite(loss):
             self._first = loss
 
-    def spiked(self, loss: float | None) -> str | None:
+    def spiked(self, loss: float | None, error: float = 0.0) -> str | None:
         """Why a cycle is not good, if it is not; a good one is remembered."""
+        self.relief = 1.0
         if loss is None:
             return None  # nothing was observed: nothing can be said
         reason = self._reason(loss)
-        if reason is not None:
-            return self.lost(reason)
+        if reason is not None and not self._is_the_data(loss):
+            told = self.lost(reason)
+            self._last = loss if math.isfinite(loss) else None
+            return told
+        if reason is not None:  # a new level: what was good before is no measure any more
+            self.relief, self._good = 1 / self._lowered, []
         self._good = [*self._good, loss][-MEMORY:]
+        self._errors = [*self._errors, error][-RECENT:]
         self._first = loss if self._first is None else self._first
-        self.in_a_row = 0
+        self.in_a_row, self._last, self._lowered = 0, None, 1.0
         return None
 
     def lost(self, reason: str) -> str:
         """A cycle that is not good, whatever its loss."""
         self.in_a_row += 1
+        self._last = None
+        self._lowered *= self.factor()
         return reason
 
     def _reason(self, loss: float) -> str | None:
@@ -118,18 +142,30 @@ class Watch:
             return f"loss is {loss}"
         if self._first is None:
             return None
-        level = median(self._good[-RECENT:]) if self._good else self._first
+        level = self._level()
         gained = max(self._first - min(self._good, default=self._first), 0.0)
         limit = level + max(self._guard.deviations * self._deviation(), self._guard.share * gained)
         if loss <= limit or (not gained and loss <= level + abs(level) * self._guard.share):
             return None
         return f"loss {loss:.4g} after {level:.4g}, above {limit:.4g}"
 
+    def _level(self) -> float:
+        assert self._first is not None
+        return median(self._good[-RECENT:]) if self._good else self._first
+
+    def _is_the_data(self, loss: float) -> bool:
+        """Whether good weights that hardly move any more lose the same again and again."""
+        if self.in_a_row < CONVINCED or self._last is None or not math.isfinite(loss):
+            return False
+        return abs(loss - self._last) <= ALIKE * abs(self._last - self._level())
+
     def _deviation(self) -> float:
-        """How far a cycle lies from the line between its neighbours: the fall is no noise."""
+        """How far a cycle lies from the line between its neighbours: the fall is no noise. As long
+        as there are few, or if it is more, what the losses within a cycle vary by."""
         triples = zip(self._good, self._good[1:], self._good[2:], strict=False)
         misses = [abs(b - (a + c) / 2) for a, b, c in triples]
-        return 1.4826 * median(misses) / math.sqrt(1.5) if misses else 0.0
+        between = 1.4826 * median(misses) / math.sqrt(1.5) if misses else 0.0
+        return max(between, median(self._errors) if self._errors else 0.0)
 
     def factor(self) -> float:
         """What the scale is multiplied by now."""
@@ -140,8 +176,17 @@ class Watch:
         return self.in_a_row > self._guard.retries
 
     def state_dict(self) -> dict[str, Any]:
-        return {"good": list(self._good), "first": self._first, "in_a_row": self.in_a_row}
+        return {
+            "good": list(self._good),
+            "errors": list(self._errors),
+            "first": self._first,
+            "in_a_row": self.in_a_row,
+            "last": self._last,
+            "lowered": self._lowered,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._good, self._first = list(state["good"]), state["first"]
         self.in_a_row = state["in_a_row"]
+        self._errors = list(state.get("errors", []))
+        self._last, self._lowered = state.get("last"), state.get("lowered", 1.0)

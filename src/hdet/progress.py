@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live display in a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class Status(NamedTuple):
     phase: str
     replica_lrs: list[float]
     scores: list[Score]
+    remark: str = ""
+    """What a person should know of what was before."""
 
     @property
     def step_of_cycle(self) -> int:
@@ -93,7 +96,8 @@ class Lines:
         lrs = status.replica_lrs
         print(
             f"step {status.step}/{status.total}  cycle {status.cycle}  {runs}  "
-            f"replica lrs {number(min(lrs))} to {number(max(lrs))}  {remaining(left)}",
+            f"replica lrs {number(min(lrs))} to {number(max(lrs))}  {remaining(left)}"
+            + (f"  {status.remark}" if status.remark else ""),
             file=self._out,
             flush=True,
         )
@@ -135,6 +139,8 @@ def panel(status: Status, left: float | None) -> Any:
         ("   " + remaining(left), "dim"),
     )  # fmt: skip
     spread = Text.assemble(("learning rates  ", "dim"), *spread_line(status.replica_lrs))
+    if status.remark:
+        spread.append(f"\n{status.remark}", "bold")
     runs = score_table(status.scores, "learning rate", box=None, pad_edge=False)
     bar = ProgressBar(total=status.total, completed=status.step)
     return Panel(Group(where, bar, Text(), spread, Text(), runs), title="hdet demo", padding=(1, 2))
@@ -155,9 +161,12 @@ def score_table(scores: Sequence[Score], lr_title: str, **look: Any) -> Any:
 def spread_line(lrs: list[float]) -> list[Any]:
     """The learning rate of every replica at its place between the lowest and the highest."""
     low, high = min(lrs), max(lrs)
+    far = low > 0 and high > 10 * low
     places = [" "] * WIDTH
     for replica, lr in enumerate(lrs):
         share = (lr - low) / (high - low) if high > low else 0.5
+        if far:
+            share = math.log(lr / low) / math.log(high / low)
         place = round(share * (WIDTH - 1))
         places[place] = str(replica % 10) if places[place] == " " else "*"
     row = "".join(places).replace(" ", "─")
@@ -167,12 +176,12 @@ def spread_line(lrs: list[float]) -> list[Any]:
 def number(value: float | None) -> str:
     """Short enough for a table.
 
-    >>> number(0.03), number(None), number(1.5e-5)
-    ('0.0300', '-', '1.50e-05')
+    >>> number(0.03), number(None), number(1.5e-5), number(1e30)
+    ('0.0300', '-', '1.50e-05', '1.00e+30')
     """
     if value is None:
         return "-"
-    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.2e}"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
 def remaining(seconds: float | None) -> str:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -24,16 +25,17 @@ from hdet import groups, state
 from hdet.base import Base
 from hdet.body import PARTS
 from hdet.clock import Clock
-from hdet.controller import Controller, PaperController
+from hdet.controller import Controller
 from hdet.course import Course
 from hdet.door import Settings, agree, check_knobs, check_together, describe, plain, refuse
 from hdet.expedition import Expedition, scout_line
 from hdet.growth import peak_of
-from hdet.guard import Guard, ReplicasLost, Triage, triage
+from hdet.guard import NEW_LEVEL, Guard, ReplicasLost, Triage, triage
 from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
+from hdet.preset import Auto, Given, choose, scout_problem
 from hdet.probe import Probe, as_probe, score_replicas
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
@@ -63,13 +65,14 @@ class HDET(LRScheduler):
         base: LRScheduler,
         *,
         model: nn.Module | None = None,
-        spread: float = 1 / 9,
-        sync_every: int = 1000,
+        preset: Literal["best", "paper"] = "best",
+        spread: float | None = None,
+        sync_every: int | None = None,
         knobs: Sequence[Any] | None = None,
         probe: Probe | Callable[[Any], Any] | None = None,
-        scout: Scout | None = None,
-        guard: Guard | None = None,
-        controller: Controller | None = PaperController(),  # noqa: B008 (it is frozen)
+        scout: Scout | Auto | None = "auto",
+        guard: Guard | Auto | None = "auto",
+        controller: Controller | Auto | None = "auto",
         design: Literal["orthogonal", "latin", "permutation"] | None = None,
         gradients: Literal["shared", "local"] = "shared",
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
@@ -81,21 +84,24 @@ class HDET(LRScheduler):
     ) -> None:
         def prepare() -> tuple[Base, Settings]:
             wrapped = Base(base)
+            total = wrapped.total_steps if total_steps is None else total_steps
+            named = None if knobs is None else tuple(flattened(knobs))
+            given = Given(spread, sync_every, controller, scout, guard, named)
             settings = Settings(
-                spread=spread,
-                sync_every=sync_every,
-                controller=controller,
+                **choose(
+                    preset, given, total_steps=total, num_replicas=self._replicas.size
+                )._asdict(),
                 gradients=gradients,
                 optimizer_state=optimizer_state,
-                total_steps=wrapped.total_steps if total_steps is None else total_steps,
+                total_steps=total,
                 on_overrun=on_overrun,
                 seed=seed,
-                knobs=(LearningRate(),) if knobs is None else tuple(flattened(knobs)),
+                knobs=(LearningRate(),) if named is None else named,
                 probe=as_probe(probe),
                 design=design,
-                scout=scout,
-                guard=guard,
             )
+            if scout == "auto":
+                settings = self._without_a_useless_scout(settings, wrapped, model)
             return wrapped, settings
 
         self._open(prepare, model, replicas, record)
@@ -131,7 +137,7 @@ class HDET(LRScheduler):
         self.last_epoch += 1
         self._diverged |= self._can_diverge()
         left = self._steps_left()
-        if self._settings.probe is not None and left < self._tail_steps:
+        if left < self._tail_steps and self._steering.is_spread():
             self._parameters.add_iterate()
         if left == 0:
             self._end_cycle(ran_with)
@@ -229,6 +235,11 @@ class HDET(LRScheduler):
         the value itself for all others."""
         return {knob.name: knob.state.scale for knob in self._steering.knobs}
 
+    @property
+    def is_scouting(self) -> bool:
+        """Whether the replicas still try learning rates, each on its own."""
+        return self._expedition is not None
+
     def sensitivity(self) -> dict[str, Sensitivity]:
         """How the signal answers to every knob: d loss / d position in the knob's space, with its
         standard error and interval, from the last cycles. A knob without evidence is not listed."""
@@ -285,6 +296,20 @@ class HDET(LRScheduler):
         self._write_record({"event": "resume", "step": self.last_epoch})
 
     # Set-up --------------------------------------------------------------------------------
+
+    def _without_a_useless_scout(
+        self, settings: Settings, base: Base, model: nn.Module | None
+    ) -> Settings:
+        """One that nobody has asked for is left out where it cannot be; and says so."""
+        scout = settings.scout
+        if scout is None or base.step > 0:
+            return settings
+        total, gradients = settings.total_steps, settings.gradients
+        problem = scout_problem(scout, base, model, self._replicas, total, gradients)
+        if problem is None:
+            return settings
+        warnings.warn(f"no scout: {problem}. The learning rate is kept as given.", stacklevel=5)
+        return replace(settings, scout=None)
 
     def _open(
         self,
@@ -530,10 +555,15 @@ class HDET(LRScheduler):
             ),
         }
         watches = self._probe_watches if probed is not None else {}
+        relief = 1.0 if self._refuge is None else self._refuge.watch.relief
+        if relief != 1.0:
+            self._steering.rescale(relief)
         self._next_cycle()
         if self._refuge is not None:
             self._refuge.keep(self.last_epoch)
         self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
+        if relief != 1.0:
+            self._write_record(self._guard_line(NEW_LEVEL, self.last_epoch, relief))
 
     def _next_cycle(self) -> None:
         self._course.clear()
@@ -655,22 +685,18 @@ class HDET(LRScheduler):
         except ReplicasLost:
             return refuge.watch.lost("no replica has finite weights and a finite loss")
         losses = [loss for r in fit if (loss := call.losses[r]) is not None]
-        return refuge.watch.spiked(fmean(losses) if losses else None)
+        errors = [call.errors[r] or 0.0 for r in fit]
+        error = math.hypot(*errors) / len(errors)
+        return refuge.watch.spiked(fmean(losses) if losses else None, error)
 
     def _go_back(self, refuge: Refuge, reason: str) -> None:
         """To the last good weights, with a lower scale; the schedule and the data go on."""
         watch = refuge.watch
         refuge.go_back()
-        line = {
-            "event": "guard",
-            "step": self.last_epoch,
-            "reason": reason,
-            "back_to": refuge.step,
-            "factor": watch.factor(),
-        }
         if watch.gives_up:
             self._begin_anew(cut_short=True)
-            self._write_record({**line, "factor": None, "reason": f"stopped: {reason}"}, wait=True)
+            line = self._guard_line(f"stopped: {reason}", refuge.step, None)
+            self._write_record(line, wait=True)
             raise ReplicasLost(
                 f"the run was taken back {watch.in_a_row - 1} times in a row, and spikes again at "
                 f"step {self.last_epoch} ({reason}). All replicas have the weights of step "
@@ -678,7 +704,17 @@ class HDET(LRScheduler):
             )
         self._steering.rescale(watch.factor())
         self._next_cycle()
+        line = self._guard_line(reason, refuge.step, watch.factor())
         self._write_record({**line, "scales": self.get_knobs()})
+
+    def _guard_line(self, reason: str, back_to: int, factor: float | None) -> dict[str, Any]:
+        return {
+            "event": "guard",
+            "step": self.last_epoch,
+            "reason": reason,
+            "back_to": back_to,
+            "factor": factor,
+        }
 
     # The end of the run --------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from hdet.growth import Agreement, grown, least
 from hdet.validation import check_choice, check_flag, check_integer, check_range
-from hdet.verdict import HUGE, NOTHING, Point, Verdict, away_from, explosion, judge, refine
+from hdet.verdict import HUGE, NOISE, NOTHING, Point, Verdict, away_from, explosion, judge, refine
 
 POINTS_PER_DECADE = 2
 """At least so many learning rates are tried in a decade, in several rounds if need be."""
@@ -275,8 +275,9 @@ class Search:
                 self._look_closely(verdict)
             return
         if verdict.factor is None and verdict.shift < 0 and -1 in self._shifts:
-            if self.points[0].score is not None:  # nothing helps, but not all is broken
-                self._end(verdict)
+            if self.points[0].score is not None:
+                # So little harms nobody: the outset was lucky, or losses grow by design.
+                self._end(verdict._replace(edge=None))
                 return
             low, high = self.points[0].factor, self.points[-1].factor
             raise Lost(
@@ -285,7 +286,9 @@ class Search:
             )
         # There is nothing to begin with: one sweep more, whatever the budget says.
         must = verdict.edge is not None and verdict.factor is None and verdict.reason != NOTHING
-        if not must and (not self._has_room() or -verdict.shift in self._shifts):
+        # What led the other way may have been chance, if what is there is nothing but chance.
+        turns = -verdict.shift in self._shifts and verdict.reason != NOISE
+        if not must and (not self._has_room() or turns):
             self._end(verdict, "there was no time to look further")
             return
         self._shifts.append(verdict.shift)

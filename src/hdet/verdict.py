@@ -50,7 +50,7 @@ def points_of(
 ) -> list[Point]:
     """What the replicas of a round have come to, by their scores or else by their losses."""
     rows = scores or [[math.nan if loss is None else loss] for loss in losses]
-    chances = _errors(rows) if scores else [error or 0.0 for error in errors]
+    chances = _errors(rows) if scores else _pooled(rows, errors)
     return [
         Point(factor, fmean(row) if sound and _all_finite(row) else None, chance)
         for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True)
@@ -74,6 +74,17 @@ def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
         else 0.0
         for row in scores
     ]
+
+
+def _pooled(losses: Sequence[Sequence[float]], errors: Sequence[float | None]) -> list[float]:
+    """Errors of a few losses each: together they know the noise better than each its own."""
+    own = [error or 0.0 for error in errors]
+    finite = sorted(
+        (*row, error) for row, error in zip(losses, own, strict=True) if _all_finite(row)
+    )
+    better = [error for _, error in finite[: (len(finite) + 1) // 2]]  # nothing that diverged
+    common = math.sqrt(fmean(error**2 for error in better)) if better else 0.0
+    return [max(error, common) for error in own]
 
 
 def _all_finite(row: Sequence[float]) -> bool:
@@ -108,18 +119,18 @@ def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
         return Verdict(None, -1, "the lowest learning rate is lost", broken)
     lowest = sound[0]
     reference = _score(lowest) if outset is None else outset
-    edge = _edge(sound, reference) or broken
+    edge = _edge(points, reference) or broken
     # What lies beyond an edge is luck: there a model may do no more than guess.
     sound = [point for point in sound if edge is None or point.factor < edge]
     if not sound:
-        return Verdict(None, -1, "every learning rate is worse than none", edge)
+        return Verdict(None, -1, "every learning rate is worse than none", edge, reference)
     is_flat = len(sound) > 1 and not _differ(sound, reference)
     # Scores may differ by what is lost alone: then whatever is gained is luck.
     is_flat = is_flat or (outset is not None and not _gains(sound, reference))
     if is_flat and edge is None:
         return Verdict(None, +1, NOISE)
-    if outset is not None and min(map(_score, sound)) >= reference:
-        return Verdict(None, -1, NOTHING, edge)
+    if outset is not None and _worsens(sound, reference):
+        return Verdict(None, -1, NOTHING, edge, reference)
     if is_flat:
         return Verdict(None, 0, NOISE, edge, reference)
     best = min(sound, key=_score)
@@ -138,8 +149,9 @@ def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
 
 def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
     """The same choice among learning rates that are close together."""
-    sound, broken = _sound(sorted(points))
-    lost = _edge(sound, rough.reference) if sound else None
+    points = sorted(points)
+    sound, broken = _sound(points)
+    lost = _edge(points, rough.reference) if sound else None
     edge = min(filter(None, [rough.edge, broken, lost]), default=None)
     sound = [point for point in sound if lost is None or point.factor < lost]
     smooth = _smoothed(sound)
@@ -232,11 +244,23 @@ def _gains(points: Sequence[Point], reference: float) -> bool:
     return reference - min(map(_score, points)) > most * noise
 
 
-def _edge(sound: Sequence[Point], reference: float) -> float | None:
-    """The lowest learning rate that is worse than none, beyond doubt."""
+def _worsens(points: Sequence[Point], reference: float) -> bool:
+    """Whether even the best is worse than a reference, beyond doubt."""
+    noise = median(point.error for point in points)
+    return min(map(_score, points)) - reference >= FAINT * noise
+
+
+def _edge(points: Sequence[Point], reference: float) -> float | None:
+    """The lowest learning rate that is worse than none, beyond doubt; what is broken aside.
+
+    Half of those from there on are lost as well: one alone may have seen hard batches.
+    """
+    sound, _ = _sound(points)
     limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
-    for point in sound:
-        if _score(point) > limit + FAINT * point.error:
+    lost = [_score(point) > limit + FAINT * point.error for point in sound]
+    lost += [True] * (len(points) - len(sound))
+    for place, point in enumerate(sound):
+        if lost[place] and 2 * sum(lost[place:]) >= len(lost[place:]):
             return point.factor
     return None
 

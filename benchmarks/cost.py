@@ -1,0 +1,132 @@
+"""What scout, probe and guard cost a run, in time.
+
+    python -m benchmarks.cost [--quick] [--data FOLDER] [--out FILE]
+
+The language model of the settling benchmark on stacked replicas, by the library itself: with a
+plain schedule, with scout and guard, and with a probe besides. The cost of a run is the share of
+its time that its scout took, plus whatever the rest of it took longer than the same steps of the
+plain run. The runs take turns, so that a machine that gets slower slows all.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from benchmarks import methods, tasks
+from benchmarks.settle import ENTRIES, RESULTS, plain_json
+from benchmarks.tasks import Plan, Task
+
+ROUND, ROUNDS = 50, 10
+"""Steps of one run before another has its turn, and how many turns after the scout. The rest of a
+run is like them."""
+
+
+class Timed:
+    """One run by the library, in pieces, with the time of every piece."""
+
+    def __init__(self, task: Task, plan: Plan, **how: Any) -> None:
+        net = task.model(0)
+        self._task, self._batch = task, task.batches([0])
+        self._replicas = hdet.StackedReplicas(net, methods.N)
+        own = torch.optim.AdamW(net.parameters(), plan.middle, weight_decay=0.01)
+        self._optimizer = self._replicas.optimizer(own)
+        base = OneCycleLR(self._optimizer, plan.middle, total_steps=plan.steps)
+        self._scheduler = hdet.HDET(
+            base,
+            model=net,
+            replicas=self._replicas,
+            sync_every=methods.SYNC_EVERY,
+            spread=0.0,
+            controller=None,
+            **how,
+            preset="paper",
+        )
+        self._sync: Callable[[], None] = (
+            torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        )
+        self._step = 0
+        self.times: list[float] = []
+        """Of every round."""
+
+    def advance(self, num: int) -> None:
+        self._sync()
+        begin = time.perf_counter()
+        for _ in range(num):
+            self._one_step()
+        self._sync()
+        self.times.append(time.perf_counter() - begin)
+
+    def _one_step(self) -> None:
+        (tokens,) = self._batch(torch.tensor([self._step]))
+        self._optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
+            losses: Tensor = self._replicas.losses(self._task.loss, tokens[0])
+        losses.sum().backward()
+        self._optimizer.step()
+        self._scheduler.step(losses.detach())
+        self._step += 1
+
+
+def measured(task: Task, plan: Plan) -> dict[str, Any]:
+    first = int(hdet.Scout().share * plan.steps)
+    Timed(task, plan).advance(20)  # kernels choose their algorithms
+    guarded = {"scout": hdet.Scout(), "guard": hdet.Guard()}
+    runs = {
+        "plain": Timed(task, plan),
+        "losses": Timed(task, plan, **guarded),
+        "probe": Timed(task, plan, **guarded, probe=task.probe),
+    }
+    pieces = [first, *[ROUND] * min(ROUNDS, (plan.steps - first) // ROUND)]
+    for place, num in enumerate(pieces):
+        for run in runs.values():
+            run.advance(num)
+        print(f"\r{place + 1} of {len(pieces)} rounds", end="", flush=True)
+    print()
+    left = (plan.steps - first) / sum(pieces[1:])
+    plain = left * sum(runs.pop("plain").times[1:])
+    numbers = {}
+    for name, run in runs.items():
+        scout, rest = run.times[0], left * sum(run.times[1:])
+        numbers[f"{name}_scout_pct"] = 100 * scout / (scout + rest)
+        numbers[f"{name}_rest_pct"] = 100 * (rest - plain) / (scout + rest)
+        numbers[f"{name}_cost_pct"] = 100 * (scout + rest - plain) / (scout + rest)
+    return numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, a short run")
+    parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    entry = ENTRIES["language, AdamW"]
+    plan = entry.quick if options.quick else entry.full
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    device = torch.device("cuda" if on_gpu else "cpu")
+    task = tasks.language(plan, options.data and Path(options.data), device)
+    numbers = measured(task, plan)
+    told = {
+        "headline": numbers,
+        "settings": {"plan": list(plan), "replicas": methods.N},
+        "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }
+    out = options.out or RESULTS / ("cost.quick.json" if options.quick else "cost.json")
+    out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+    for name, value in numbers.items():
+        print(f"{name}: {value:.3g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What a run is set to where nobody has said: the best that is known, or what the paper has."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet.base import Base
+from hdet.controller import Controller, PaperController
+from hdet.guard import Guard
+from hdet.knobs import LearningRate
+from hdet.replicas import ProcessReplicas, Replicas
+from hdet.scout import Scout, Search
+from hdet.tracker import Tracker
+from hdet.validation import check_choice
+
+Auto = Literal["auto"]
+PRESETS = ("best", "paper")
+SPREAD, SYNC_EVERY = 1 / 9, 1000
+"""Those of the paper."""
+CYCLES = 30
+"""A guard looks after a run so many times, or every thousand steps if that is more often."""
+
+
+class Given(NamedTuple):
+    """What somebody has said, or "auto" (none for numbers) where nobody has."""
+
+    spread: float | None = None
+    sync_every: int | None = None
+    controller: Controller | Auto | None = "auto"
+    scout: Scout | Auto | None = "auto"
+    guard: Guard | Auto | None = "auto"
+    knobs: Sequence[Any] | None = None
+
+
+class Chosen(NamedTuple):
+    spread: float
+    sync_every: int
+    controller: Controller | None
+    scout: Scout | None
+    guard: Guard | None
+
+
+def choose(preset: str, given: Given, *, total_steps: int | None, num_replicas: int) -> Chosen:
+    """Fill in what nobody has said.
+
+    >>> choose("best", Given(), total_steps=3000, num_replicas=8)[:3]
+    (0.0, 100, None)
+    >>> choose("paper", Given(), total_steps=3000, num_replicas=8)[1]
+    1000
+    """
+    check_choice("preset", preset, PRESETS)
+    usual = Chosen(SPREAD, SYNC_EVERY, PaperController(), None, None)
+    if preset == "best":
+        usual = _best(given, total_steps)
+    if num_replicas == 1:
+        usual = usual._replace(guard=None)  # one replica is the base schedule, and nothing else
+    return Chosen(
+        usual.spread if given.spread is None else given.spread,
+        usual.sync_every if given.sync_every is None else given.sync_every,
+        usual.controller if given.controller == "auto" else given.controller,
+        usual.scout if given.scout == "auto" else given.scout,
+        usual.guard if given.guard == "auto" else given.guard,
+    )
+
+
+def _best(given: Given, total_steps: int | None) -> Chosen:
+    """A scout and a guard; replicas differ only where somebody wants to explore."""
+    explores = given.knobs is not None or bool(given.spread)
+    rates = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
+    return Chosen(
+        SPREAD if explores else 0.0,
+        SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // CYCLES), 1),
+        Tracker() if explores else None,
+        Scout() if rates else None,
+        Guard(offload=True) if rates else None,
+    )
+
+
+def scout_problem(
+    scout: Scout,
+    base: Base,
+    model: nn.Module | None,
+    replicas: Replicas,
+    total_steps: int | None,
+    gradients: str,
+) -> str | None:
+    """Why a scout that nobody has asked for is left out; none if it is not."""
+    if replicas.size == 1:
+        return "there is one replica (on one device, hdet.StackedReplicas makes several of it)"
+    problem = unfit_for_scouts(base, model)
+    if problem is not None or model is None:
+        return problem
+    wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    in_processes = isinstance(replicas, ProcessReplicas)
+    if gradients == "shared" and in_processes and not wrapped:
+        return "it cannot tell what shares the gradients of a model outside DDP"
+    if in_processes and any(module.static_graph for module in wrapped):
+        return "gradients cannot be local under DDP(static_graph=True)"
+    try:
+        Search(scout, num_replicas=replicas.size, total_steps=total_steps)
+    except ValueError as short:
+        return str(short)
+    return None
+
+
+def unfit_for_scouts(base: Base, model: nn.Module | None) -> str | None:
+    """What no scout can work with, asked for or not."""
+    if model is None:
+        return "`scout` needs `model=`, got None"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "`scout` must be None with SyncBatchNorm, which mixes what replicas compute, got one"
+    if base.wants_metric:
+        return "`scout` must be None under ReduceLROnPlateau, got one"
+    return None

@@ -1,0 +1,162 @@
+"""What a run is set to where nobody has said."""
+
+import warnings
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+import hdet
+from hdet import history
+from hdet.preset import CYCLES, Given, choose
+from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
+
+STEPS = 1000
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def one_cycle(optimizer: Any) -> LRScheduler:
+    return OneCycleLR(optimizer, 1e-5, total_steps=STEPS, cycle_momentum=False)
+
+
+def stacked(num: int = 8, base: Any = one_cycle, **options: Any) -> hdet.HDET:
+    model, optimizer = small()
+    ensemble = hdet.StackedReplicas(model, num)
+    schedule = base(ensemble.optimizer(optimizer))
+    return hdet.HDET(schedule, model=model, replicas=ensemble, **options)
+
+
+def test_the_best_is_a_scout_a_guard_and_no_spread() -> None:
+    chosen = choose("best", Given(), total_steps=3000, num_replicas=8)
+    assert chosen == (0.0, 3000 // CYCLES, None, hdet.Scout(), hdet.Guard(offload=True))
+    assert choose("best", Given(), total_steps=None, num_replicas=8).sync_every == 1000
+    assert choose("best", Given(), total_steps=10**6, num_replicas=8).sync_every == 1000
+    assert choose("best", Given(), total_steps=7, num_replicas=8).sync_every == 1
+
+
+def test_the_papers_is_what_it_says() -> None:
+    chosen = choose("paper", Given(), total_steps=3000, num_replicas=8)
+    assert chosen == (1 / 9, 1000, hdet.PaperController(), None, None)
+
+
+@pytest.mark.parametrize(
+    "given", [Given(spread=0.2), Given(knobs=(hdet.lr(),)), Given(knobs=(hdet.weight_decay(),))]
+)
+def test_who_explores_has_a_controller(given: Given) -> None:
+    chosen = choose("best", given, total_steps=3000, num_replicas=8)
+    assert chosen.controller == hdet.Tracker()
+    assert chosen.spread == (given.spread or 1 / 9)
+    has_rates = given.knobs is None or isinstance(given.knobs[0], type(hdet.lr()))
+    assert (chosen.scout is not None) == (chosen.guard is not None) == has_rates
+
+
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_what_is_said_counts(preset: str) -> None:
+    given = Given(0.0, 17, hdet.PaperController(), None, hdet.Guard(retries=2))
+    assert choose(preset, given, total_steps=100, num_replicas=4) == given[:5]
+
+
+def train(run: SmallRun) -> float:
+    """The mean loss of its last steps."""
+    losses = []
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        loss = run.backward(step)
+        run.optimizer.step()
+        run.scheduler.step(loss)
+        losses.append(float(loss.mean()))
+    return fmean(losses[-20:])
+
+
+def on_processes(rank: int) -> tuple[float, float]:
+    model, optimizer = small()
+    run = SmallRun("processes", rank, 4, model, optimizer, one_cycle, preset="best")
+    return train(run), run.scheduler.get_knobs()["lr/group0"]
+
+
+def test_nothing_but_the_model_finds_the_learning_rate(processes: Processes) -> None:
+    """The loss of a plain run hardly falls from there."""
+    (loss, factor), *others = processes(4, on_processes)
+    assert all(other[1] == factor for other in others)
+    assert factor > 30
+    model, optimizer = small()
+    first = float(loss_of(model, batch(0, 0)).detach())
+    plain = SmallRun("one", 0, 1, model, optimizer, one_cycle, scout=None, guard=None)
+    assert train(plain) > 0.8 * first
+    assert loss < 0.3 * first
+
+
+def test_without_scout_and_guard_it_is_the_base_schedule() -> None:
+    model, optimizer = small()
+    options = {"preset": "best", "scout": None, "guard": None}
+    train(SmallRun("one", 0, 1, model, optimizer, one_cycle, **options))
+    other, optimizer = small()
+    schedule = one_cycle(optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(other, batch(step, 0)).backward()
+        optimizer.step()
+        if step < STEPS - 1:
+            schedule.step()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def no_scout(words: str) -> Any:
+    return pytest.warns(UserWarning, match=f"no scout: .*{words}.* The learning rate is kept")
+
+
+def test_where_no_scout_can_be_it_says_why() -> None:
+    model, optimizer = small()
+    with no_scout("one replica .*StackedReplicas"):
+        alone = hdet.HDET(one_cycle(optimizer), model=model)
+    assert not alone.is_scouting
+    with no_scout("must fit in its `share`"):
+        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
+    with no_scout("ReduceLROnPlateau"):
+        stacked(base=ReduceLROnPlateau, total_steps=STEPS)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # somebody has asked for it
+        stacked(base=ReduceLROnPlateau, total_steps=STEPS, scout=hdet.Scout())
+
+
+def outside_ddp(rank: int) -> list[str]:
+    model, optimizer = small()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        hdet.HDET(one_cycle(optimizer))
+        hdet.HDET(one_cycle(small()[1]), model=model, gradients="local")
+    model, optimizer = small()
+    with warnings.catch_warnings(record=True) as also:
+        warnings.simplefilter("always")
+        hdet.HDET(one_cycle(optimizer), model=model)
+    return [str(warning.message) for warning in [*seen, *also]]
+
+
+def test_gradients_that_cannot_be_switched_are_no_ground_for_a_scout(processes: Processes) -> None:
+    for told in processes(4, outside_ddp):
+        about = [text for text in told if text.startswith("no scout")]
+        assert "needs `model=`" in about[0]
+        assert "outside DDP" in about[1]
+        assert len(about) == 2
+
+
+def test_a_preset_must_be_known() -> None:
+    with pytest.raises(ValueError, match=r"`preset` must be one of .*'best', 'paper'.*got 'good'"):
+        stacked(preset="good")
+
+
+def test_the_record_says_what_was_set(tmp_path: Any) -> None:
+    stacked(record=tmp_path)
+    settings = history.read(tmp_path).settings
+    assert settings["scout"]["share"] == 0.03
+    assert settings["guard"]["offload"] is True
+    assert settings["spread"] == 0.0
