@@ -226,6 +226,16 @@ def test_by_noisy_losses_a_run_is_hardly_ever_lost(start: float) -> None:
     assert sum(not 0.1 < lr < 4 for lr in begun) <= 2
 
 
+def test_one_that_is_worse_among_others_that_are_not_is_no_edge() -> None:
+    """From a run of fine-tuning: a learning rate that moves nothing has seen hard batches."""
+    scores = [2.75, 2.87, 2.57, 2.64, 2.55, 2.54, 2.37, 2.68, 4.7, 7.38, 13.2, 32.5, 367.0, None]
+    points = [Point(10.0**place, score, 0.07) for place, score in enumerate(scores)]
+    verdict = judge(points, 2.555)
+    assert verdict.edge == 1e8
+    alone = [*points[:8], points[8]._replace(score=4.7)]
+    assert judge(alone, 2.555).edge == 1e8  # nobody above it says otherwise
+
+
 def test_a_loss_that_grows_by_design_keeps_the_given_learning_rate() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
     while not found.is_over:

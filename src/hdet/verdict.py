@@ -253,14 +253,15 @@ def _worsens(points: Sequence[Point], reference: float) -> bool:
 def _edge(points: Sequence[Point], reference: float) -> float | None:
     """The lowest learning rate that is worse than none, beyond doubt; what is broken aside.
 
-    Half of those from there on are lost as well: one alone may have seen hard batches.
+    One of the next two above it is lost as well: one alone may have seen hard batches.
     """
     sound, _ = _sound(points)
     limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
     lost = [_score(point) > limit + FAINT * point.error for point in sound]
     lost += [True] * (len(points) - len(sound))
     for place, point in enumerate(sound):
-        if lost[place] and 2 * sum(lost[place:]) >= len(lost[place:]):
+        above = lost[place + 1 : place + 3]
+        if lost[place] and (any(above) or not above):
             return point.factor
     return None
 
