@@ -296,11 +296,11 @@ class Lookout:
         finite = self._fleet.weights.isfinite().all(1).tolist()
         for row in ends:
             num = self._counts[row]
-            error = math.sqrt(jumps[row] / (2 * (num - 1) * num)) if num > 1 else 0.0
+            error = math.sqrt(jumps[row] / (2 * (num - 1) * num)) if num > 1 else None
             self._judge(row, sums[row] / num, error, finite[row])
             self._sums[row], self._jumps[row], self._counts[row] = 0.0, 0.0, 0
 
-    def _judge(self, row: int, loss: float, error: float, finite: bool) -> None:
+    def _judge(self, row: int, loss: float, error: float | None, finite: bool) -> None:
         watch = self._watches[row]
         assert self._first is not None
         watch.begin(self._first[row])

@@ -20,14 +20,14 @@ from torch.utils.data.distributed import DistributedSampler
 import hdet  # hdet
 
 
-def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """1500 images to train on, 297 to be judged by."""
+def digits() -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
+    """1400 images to train on, 100 to compare replicas by, 297 to be judged by."""
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32) / 16
     y = torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1500], order[1500:]
-    return TensorDataset(x[train], y[train]), x[test], y[test]
+    train, held, test = order[:1400], order[1400:1500], order[1500:]
+    return TensorDataset(x[train], y[train]), TensorDataset(x[held], y[held]), x[test], y[test]
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    train, test_x, test_y = digits()
+    train, held_out, test_x, test_y = digits()
     sampler: DistributedSampler[Any] = DistributedSampler(train, seed=0)
     loader = DataLoader(train, batch_size=16, sampler=sampler, drop_last=True)
     network = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
@@ -52,7 +52,9 @@ def main() -> None:
         epochs=arguments.epochs,
         steps_per_epoch=len(loader),
     )
-    scheduler = hdet.HDET(base, model=model, record=arguments.out)  # hdet: around the schedule
+    scheduler = hdet.HDET(  # hdet: around the schedule
+        base, model=model, probe=probe_on(held_out), record=arguments.out
+    )
     for epoch in range(arguments.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -71,6 +73,15 @@ def main() -> None:
     if dist.get_rank() == 0:
         save(arguments.out, network, optimizer, scheduler)
     dist.destroy_process_group()
+
+
+def probe_on(held_out: TensorDataset) -> Any:  # hdet: how replicas are compared
+    x, y = held_out.tensors
+
+    def probe(model: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    return probe
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ def main() -> None:
     images, labels = load_digits(return_X_y=True)
     x = (torch.tensor(images, dtype=torch.float32) / 16).to(device)
     y = torch.tensor(labels).to(device)
-    train, test = slice(0, 1500), slice(1500, None)
+    train, held_out, test = slice(0, 1400), slice(1400, 1500), slice(1500, None)
 
     model = nn.Sequential(
         nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10)
@@ -42,14 +42,18 @@ def main() -> None:
     optimizer = ensemble.optimizer(  # hdet: around the optimizer as it was
         torch.optim.AdamW(model.parameters(), lr=arguments.max_lr)
     )
+
+    def probe(model: nn.Module) -> Tensor:  # hdet: how replicas are compared
+        return nn.functional.cross_entropy(model(x[held_out]), y[held_out], reduction="none")
+
     base = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=arguments.max_lr, total_steps=arguments.steps
     )
     scheduler = hdet.HDET(  # hdet: around the schedule as it was
-        base, model=model, replicas=ensemble, record=arguments.out
+        base, model=model, replicas=ensemble, probe=probe, record=arguments.out
     )
     for step in range(arguments.steps):
-        batch = torch.randint(1500, (BATCH,), device=device)
+        batch = torch.randint(1400, (BATCH,), device=device)
         optimizer.zero_grad()
         losses = ensemble.losses(loss_of, x[train][batch], y[train][batch])  # hdet: was loss_of(
         losses.sum().backward()

@@ -154,7 +154,7 @@ def test_a_demo_that_is_lost_says_so_and_leaves_a_report(engine: str, tmp_path: 
 
 
 def test_the_demo_finds_what_the_plain_run_lacks(tmp_path: Path) -> None:
-    run("demo", "--steps", "600", "--replicas", "8", "--out", tmp_path)
+    run("demo", "--steps", "800", "--replicas", "8", "--out", tmp_path)
     ours, plain = (history.read(tmp_path / name) for name in ("hdet", "plain"))
     assert ours.scouted is not None
     assert ours.scouted.factor is not None

@@ -31,10 +31,10 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
     assert float(said.split("learning rate:")[1].split()[0]) > 30
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     cycles = [line for line in lines if line["event"] == "cycle"]
-    assert len(cycles) >= 24 * 23 // (24 * 23 // 30) - 1
+    assert len(cycles) >= 20
     assert all(len(line["losses"]) == 4 for line in cycles)
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert saved["scheduler"]["step"] == 24 * 23
+    assert saved["scheduler"]["step"] == 24 * 21
 
 
 def test_the_example_with_knobs_moves_them_and_leaves_a_record(tmp_path: Path) -> None:

@@ -308,6 +308,7 @@ def test_rounds_that_were_made_are_not_made_again_after_a_resume(made: int) -> N
     assert other.scheduler.get_knobs()["lr/group0"] != 1.0
 
 
+@pytest.mark.filterwarnings("ignore:the scout found no")
 def test_checkpoints_that_always_come_too_early_do_not_keep_the_run_from_training() -> None:
     run = Run("stacked")
     before = run.weights()

@@ -105,6 +105,7 @@ def by_the_library(kind: str, run: Run, **how: Any) -> float:
     return trained(run, ensemble, optimizer, scheduler)
 
 
+@pytest.mark.filterwarnings("ignore:the scout found no")
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("probe", [False, True])
 def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:

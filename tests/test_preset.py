@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 
 import hdet
 from hdet import history
@@ -15,7 +20,7 @@ from hdet.preset import CYCLES, Given, choose
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
-STEPS = 1000
+STEPS = 1600
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -122,6 +127,11 @@ def test_where_no_scout_can_be_it_says_why() -> None:
     assert not alone.is_scouting
     with no_scout("must fit in its `share`"):
         stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
+    with no_scout("rounds of 4 for 8 replicas, and training losses tell nothing"):
+        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=600, cycle_momentum=False))
+    with no_scout("how long the run is: give `total_steps=`"):
+        stacked(base=lambda o: ConstantLR(o, 1.0))
+    assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting
     with no_scout("ReduceLROnPlateau"):
         stacked(base=ReduceLROnPlateau, total_steps=STEPS)
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # somebody has asked for it
@@ -147,6 +157,42 @@ def test_gradients_that_cannot_be_switched_are_no_ground_for_a_scout(processes: 
         assert "needs `model=`" in about[0]
         assert "outside DDP" in about[1]
         assert len(about) == 2
+
+
+def test_a_schedule_that_has_begun_is_not_scouted() -> None:
+    model, optimizer = small()
+    schedule = one_cycle(optimizer)
+    optimizer.step()
+    schedule.step()
+    assert not hdet.HDET(schedule).is_scouting
+    assert not hdet.HDET(schedule, model=model).is_scouting
+
+
+def test_a_controller_of_ones_own_has_something_to_steer_by() -> None:
+    chosen = choose("best", Given(controller=hdet.Tracker()), total_steps=900, num_replicas=8)
+    assert chosen.spread == 1 / 9
+
+
+def test_a_length_must_be_a_whole_number() -> None:
+    for wrong in (300.0, "300"):
+        with pytest.raises(TypeError, match="`total_steps` must be"):
+            stacked(total_steps=wrong)
+
+
+def test_the_steps_of_a_scout_are_spent_for_who_resumes_without_one() -> None:
+    """The schedule still ends with the run."""
+    model, optimizer = small()
+    begun = SmallRun("stacked", 0, 8, model, optimizer, one_cycle, preset="best")
+    for _ in range(20):
+        begun.step()
+    assert begun.scheduler.is_scouting
+    begun.scheduler.converge()
+    model, optimizer = small()
+    resumed = SmallRun("one", 0, 1, model, optimizer, one_cycle, scout=None, guard=None)
+    resumed.scheduler.load_state_dict(begun.scheduler.state_dict())
+    for _ in range(20, STEPS):
+        resumed.step()
+    assert resumed.scheduler.get_base_lr()[0] < 1e-10
 
 
 def test_a_preset_must_be_known() -> None:

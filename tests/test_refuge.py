@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet
-from hdet.guard import CONVINCED, NEW_LEVEL
+from hdet.guard import CONVINCED, RELIEF
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
@@ -166,7 +166,7 @@ def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: P
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
     lines = told(tmp_path)
     assert len(lines) == CONVINCED + 1
-    assert lines[-1]["reason"] == NEW_LEVEL
+    assert lines[-1]["reason"] == RELIEF
     assert math.prod(line["factor"] for line in lines) == pytest.approx(1.0)
 
 

@@ -236,6 +236,21 @@ def test_one_that_is_worse_among_others_that_are_not_is_no_edge() -> None:
     assert judge(alone, 2.555).edge == 1e8  # nobody above it says otherwise
 
 
+def test_a_loss_that_is_no_number_once_is_no_blow_up() -> None:
+    """If its weights are finite, and what lies above is sound; several in a row are one."""
+    losses = [2.0, 1.9, math.nan, 1.2, 1.0, 1.5, 9.0, 90.0]
+    factors = [10.0**place for place in range(8)]
+    points = points_of(factors, losses, [0.01] * 8, None, [True] * 8)
+    verdict = judge(points, 2.0)
+    assert verdict.edge == 1e6
+    assert verdict.factor is not None
+    assert 1e3 < verdict.factor <= 1e4
+    broken = points_of(factors, losses, [0.01] * 8, None, [True, True, False, *[True] * 5])
+    assert judge(broken, 2.0).edge == 1e2
+    several = points_of(factors, [*losses[:3], *[math.nan] * 5], [0.01] * 8, None, [True] * 8)
+    assert judge(several, 2.0).edge == 1e2
+
+
 def test_a_loss_that_grows_by_design_keeps_the_given_learning_rate() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
     while not found.is_over:

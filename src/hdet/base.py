@@ -76,12 +76,13 @@ class Base:
                 played: Any = copy.deepcopy(self.schedule, kept)
                 for number in range(num):
                     shares = zip(groups, self.peaks, strict=True)
-                    total += sum(float(g["lr"]) / peak for g, peak in shares)
+                    total += sum(float(g["lr"]) / peak for g, peak in shares if peak)
                     if number < num - 1:
                         played.step()
             except Exception:  # a schedule of the user's own that cannot be copied
                 return None
-        return total / num / len(groups)
+        moving = sum(peak != 0 for peak in self.peaks)
+        return total / num / moving if moving else None
 
     @property
     def step(self) -> int:

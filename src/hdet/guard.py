@@ -6,6 +6,7 @@ Plain Python, the same on every process.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ MEMORY = 20
 """So many good cycles tell how much the loss varies from one to the next."""
 
 
+WILD = 3.0
+"""The noise of one cycle counts up to so many times that of the good ones."""
 CONVINCED, ALIKE = 5, 0.25
 """After so many times in a row, at learning rates that move nothing any more, a loss that differs
 from the one before by less than this share of the spike is that of the data."""
 
 
-NEW_LEVEL = "as high whatever the learning rate: the data has changed, and all goes on as before"
+RELIEF = "not the learning rate, or not all of it: it is raised again"
 
 
 class ReplicasLost(RuntimeError):
@@ -73,7 +76,7 @@ class Guard:
 
     deviations: float = 6.0
     """A spike is so many robust standard deviations above the last good cycles ..."""
-    share: float = 0.25
+    share: float = 0.5
     """... and gives back this share of all that was gained so far."""
     lower: float = 0.5
     """What the scale is multiplied by; twice if the next cycle spikes too, and so on."""
@@ -99,59 +102,87 @@ class Watch:
         self._errors: list[float] = []
         """The standard errors of the last good losses."""
         self._first: float | None = None
+        self._first_error = 0.0
         self.in_a_row = 0
         self._last: float | None = None
         """The loss of the cycle before, if it was not good but finite."""
         self._lowered = 1.0
         """What the scale was multiplied by since the last good cycle."""
+        self._debt = 1.0
+        """What it may be raised by again, if nothing spikes."""
         self.relief = 1.0
         """What the scale is multiplied by after a cycle that was called good."""
 
-    def begin(self, loss: float | None) -> None:
+    def begin(self, loss: float | None, error: float = 0.0) -> None:
         """The loss before the first step: what a first cycle is compared with."""
         if self._first is None and loss is not None and math.isfinite(loss):
-            self._first = loss
+            self._first, self._first_error = loss, error
 
-    def spiked(self, loss: float | None, error: float = 0.0) -> str | None:
-        """Why a cycle is not good, if it is not; a good one is remembered."""
+    def spiked(self, loss: float | None, error: float | None = None) -> str | None:
+        """Why a cycle is not good, if it is not; a good one is remembered.
+
+        `error` is the standard error of its loss, if that is known.
+        """
         self.relief = 1.0
         if loss is None:
             return None  # nothing was observed: nothing can be said
-        reason = self._reason(loss)
+        reason = self._reason(loss, error or 0.0)
         if reason is not None and not self._is_the_data(loss):
             told = self.lost(reason)
             self._last = loss if math.isfinite(loss) else None
             return told
         if reason is not None:  # a new level: what was good before is no measure any more
-            self.relief, self._good = 1 / self._lowered, []
+            self._good, self._debt = [], 1 / self._lowered
+            self.relief = self._debt
+        else:
+            self._heal()
+        self._debt /= self.relief
         self._good = [*self._good, loss][-MEMORY:]
-        self._errors = [*self._errors, error][-RECENT:]
+        self._errors = [*self._errors, self._noise() if error is None else error][-RECENT:]
         self._first = loss if self._first is None else self._first
         self.in_a_row, self._last, self._lowered = 0, None, 1.0
         return None
 
+    def _heal(self) -> None:
+        """Several steps down in a row were too many: up again to the first, one at a time."""
+        if self.in_a_row:
+            self._debt = max(self._guard.lower / self._lowered, 1.0)
+        self.relief = min(1 / self._guard.lower, self._debt)
+
     def lost(self, reason: str) -> str:
         """A cycle that is not good, whatever its loss."""
         self.in_a_row += 1
-        self._last = None
+        self._last, self._debt = None, 1.0
         self._lowered *= self.factor()
         return reason
 
-    def _reason(self, loss: float) -> str | None:
+    def surrender(self) -> float:
+        """The run stops; what its scale is multiplied by to be one step below what it was."""
+        raised = self._guard.lower * self.factor() / self._lowered
+        self.in_a_row, self._last, self._lowered = 0, None, 1.0
+        return raised
+
+    def _reason(self, loss: float, error: float) -> str | None:
         if not math.isfinite(loss):
             return f"loss is {loss}"
         if self._first is None:
             return None
         level = self._level()
         gained = max(self._first - min(self._good, default=self._first), 0.0)
-        limit = level + max(self._guard.deviations * self._deviation(), self._guard.share * gained)
+        noise = self._guard.deviations * self._deviation(error)
+        limit = level + max(noise, self._guard.share * gained)
         if loss <= limit or (not gained and loss <= level + abs(level) * self._guard.share):
             return None
         return f"loss {loss:.4g} after {level:.4g}, above {limit:.4g}"
 
     def _level(self) -> float:
+        """What a good cycle would have now; a loss that rises steadily goes on rising."""
         assert self._first is not None
-        return median(self._good[-RECENT:]) if self._good else self._first
+        if not self._good:
+            return self._first
+        rises = [b - a for a, b in pairwise(self._good[-2 * RECENT :])]
+        pace = max(median(rises), 0.0) if rises else 0.0
+        return median(self._good[-RECENT:]) + 2 * pace  # their middle is two cycles ago
 
     def _is_the_data(self, loss: float) -> bool:
         """Whether good weights that hardly move any more lose the same again and again."""
@@ -159,13 +190,18 @@ class Watch:
             return False
         return abs(loss - self._last) <= ALIKE * abs(self._last - self._level())
 
-    def _deviation(self) -> float:
-        """How far a cycle lies from the line between its neighbours: the fall is no noise. As long
-        as there are few, or if it is more, what the losses within a cycle vary by."""
+    def _deviation(self, error: float) -> float:
+        """How far a cycle lies from the line between its neighbours: the fall is no noise. Or what
+        the losses within a cycle tell of it, in this one within reason: a spike varies much."""
         triples = zip(self._good, self._good[1:], self._good[2:], strict=False)
         misses = [abs(b - (a + c) / 2) for a, b, c in triples]
         between = 1.4826 * median(misses) / math.sqrt(1.5) if misses else 0.0
-        return max(between, median(self._errors) if self._errors else 0.0)
+        return max(between, self._noise(), min(error, WILD * self._noise()))
+
+    def _noise(self) -> float:
+        """Of a cycle's loss; as long as there are few, at least that of the very first."""
+        known = median(self._errors) if self._errors else 0.0
+        return known if len(self._good) >= RECENT else max(known, self._first_error)
 
     def factor(self) -> float:
         """What the scale is multiplied by now."""
@@ -180,13 +216,17 @@ class Watch:
             "good": list(self._good),
             "errors": list(self._errors),
             "first": self._first,
+            "first_error": self._first_error,
             "in_a_row": self.in_a_row,
             "last": self._last,
             "lowered": self._lowered,
+            "debt": self._debt,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._good, self._first = list(state["good"]), state["first"]
         self.in_a_row = state["in_a_row"]
         self._errors = list(state.get("errors", []))
+        self._first_error = state.get("first_error", 0.0)
         self._last, self._lowered = state.get("last"), state.get("lowered", 1.0)
+        self._debt = state.get("debt", 1.0)

@@ -91,7 +91,7 @@ class LearningRate:
     spread: float | None = None
     groups: Sequence[str] | None = None
     shared: bool = False
-    bounds: Bounds = (1e-9, 1e9)
+    bounds: Bounds = (1e-18, 1e18)
     name: str = "lr"
 
     def __post_init__(self) -> None:
@@ -312,7 +312,7 @@ def lr(
     spread: float | None = None,
     groups: Sequence[str] | None = None,
     shared: bool = False,
-    bounds: Bounds = (1e-9, 1e9),
+    bounds: Bounds = (1e-18, 1e18),
 ) -> LearningRate:
     """The learning rate of every parameter group, or of those named; one for all if `shared`.
 

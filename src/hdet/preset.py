@@ -11,7 +11,7 @@ from hdet.controller import Controller, PaperController
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.replicas import ProcessReplicas, Replicas
-from hdet.scout import Scout, Search
+from hdet.scout import Scout, Search, coarse_steps
 from hdet.tracker import Tracker
 from hdet.validation import check_choice
 
@@ -19,6 +19,8 @@ Auto = Literal["auto"]
 PRESETS = ("best", "paper")
 SPREAD, SYNC_EVERY = 1 / 9, 1000
 """Those of the paper."""
+LEAST_STEPS = 6
+"""Of a round that is judged by training losses, where nobody has asked for it."""
 CYCLES = 30
 """A guard looks after a run so many times, or every thousand steps if that is more often."""
 
@@ -67,7 +69,8 @@ def choose(preset: str, given: Given, *, total_steps: int | None, num_replicas: 
 
 def _best(given: Given, total_steps: int | None) -> Chosen:
     """A scout and a guard; replicas differ only where somebody wants to explore."""
-    explores = given.knobs is not None or bool(given.spread)
+    steers = given.controller not in ("auto", None)
+    explores = given.knobs is not None or bool(given.spread) or steers
     rates = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
     return Chosen(
         SPREAD if explores else 0.0,
@@ -83,8 +86,10 @@ def scout_problem(
     base: Base,
     model: nn.Module | None,
     replicas: Replicas,
+    *,
     total_steps: int | None,
     gradients: str,
+    probes: bool,
 ) -> str | None:
     """Why a scout that nobody has asked for is left out; none if it is not."""
     if replicas.size == 1:
@@ -98,10 +103,22 @@ def scout_problem(
         return "it cannot tell what shares the gradients of a model outside DDP"
     if in_processes and any(module.static_graph for module in wrapped):
         return "gradients cannot be local under DDP(static_graph=True)"
+    return _too_short(scout, total_steps, replicas.size, probes)
+
+
+def _too_short(scout: Scout, total_steps: int | None, size: int, probes: bool) -> str | None:
+    if total_steps is None:
+        return "nobody knows how long the run is: give `total_steps=`"
     try:
-        Search(scout, num_replicas=replicas.size, total_steps=total_steps)
+        Search(scout, num_replicas=size, total_steps=total_steps)
     except ValueError as short:
-        return str(short)
+        return str(short).rstrip(".")
+    num = coarse_steps(scout, total_steps, size)
+    if not probes and num < LEAST_STEPS:
+        return (
+            f"{scout.share:.0%} of {total_steps} steps are rounds of {num} for {size} replicas, "
+            f"and training losses tell nothing in fewer than {LEAST_STEPS}: give a `probe=`"
+        )
     return None
 
 

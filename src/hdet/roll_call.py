@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ class RollCall(NamedTuple):
     """Whether the optimizer states have the same size everywhere, so that they can be averaged."""
     first_loss: float | None = None
     """The mean loss of the very first step; none if it was not finite."""
+    first_error: float = 0.0
+    """Its standard error, by how far replicas lie apart."""
     scores: list[list[float]] | None = None
     """What a probe found, lower is better, one for each of its batches; none without a probe."""
 
@@ -95,6 +97,7 @@ def roll_call(
         agreed=_compare([row[9:] for row in table], {p: v.shape[1] for p, v in prints.items()}),
         states_match=len({row[7] for row in table}) == 1,
         first_loss=_mean_of_finite([row[8] for row in table]),
+        first_error=_error_of_mean([row[8] for row in table]),
         scores=None if probed is None else _scores([line[-scored.shape[1] :] for line in lines]),
     )
 
@@ -102,6 +105,11 @@ def roll_call(
 def _mean_of_finite(values: list[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else None
+
+
+def _error_of_mean(values: list[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return stdev(finite) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
 
 
 def _scores(rows: list[list[float]]) -> list[list[float]]:

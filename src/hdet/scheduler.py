@@ -30,7 +30,7 @@ from hdet.course import Course
 from hdet.door import Settings, agree, check_knobs, check_together, describe, plain, refuse
 from hdet.expedition import Expedition, scout_line
 from hdet.growth import peak_of
-from hdet.guard import NEW_LEVEL, Guard, ReplicasLost, Triage, triage
+from hdet.guard import RELIEF, Guard, ReplicasLost, Triage, triage
 from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
@@ -41,9 +41,9 @@ from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.scout import Scout
+from hdet.scout import NOTHING_FOUND, Scout
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
-from hdet.validation import number_of
+from hdet.validation import check_integer, number_of
 
 
 class HDET(LRScheduler):
@@ -85,6 +85,8 @@ class HDET(LRScheduler):
         def prepare() -> tuple[Base, Settings]:
             wrapped = Base(base)
             total = wrapped.total_steps if total_steps is None else total_steps
+            if total is not None:
+                check_integer("total_steps", total, at_least=1)
             named = None if knobs is None else tuple(flattened(knobs))
             given = Given(spread, sync_every, controller, scout, guard, named)
             settings = Settings(
@@ -292,6 +294,8 @@ class HDET(LRScheduler):
         self._course.clear()
         self._steering.fan_out()
         self._set_out(told.get("search"))
+        if "search" in told and self._expedition is None and not self._clock.has_scouted:
+            self._clock.scouted(self.last_epoch)  # its steps are spent all the same
         self._write(everything=True)
         self._write_record({"event": "resume", "step": self.last_epoch})
 
@@ -302,10 +306,19 @@ class HDET(LRScheduler):
     ) -> Settings:
         """One that nobody has asked for is left out where it cannot be; and says so."""
         scout = settings.scout
-        if scout is None or base.step > 0:
+        if scout is None:
             return settings
-        total, gradients = settings.total_steps, settings.gradients
-        problem = scout_problem(scout, base, model, self._replicas, total, gradients)
+        if base.step > 0:  # it sets out at the first step or never
+            return replace(settings, scout=None)
+        problem = scout_problem(
+            scout,
+            base,
+            model,
+            self._replicas,
+            total_steps=settings.total_steps,
+            gradients=settings.gradients,
+            probes=settings.probe is not None,
+        )
         if problem is None:
             return settings
         warnings.warn(f"no scout: {problem}. The learning rate is kept as given.", stacklevel=5)
@@ -494,6 +507,12 @@ class HDET(LRScheduler):
         search, begin = expedition.search, None
         if search.is_over:
             begin = search.begin_with(peak=peak_of(self._mean_share()))
+            if begin.why == NOTHING_FOUND:
+                self._warn_once(
+                    "scout",
+                    f"the scout found no learning rate to prefer ({search.reason}): it begins with "
+                    f"{begin.factor:.3g} times the given one. A `probe=` tells more than losses.",
+                )
             self._steering.rescale(begin.factor)
             self._clock.scouted(self.last_epoch)
             self._end_scout(expedition)
@@ -563,7 +582,7 @@ class HDET(LRScheduler):
             self._refuge.keep(self.last_epoch)
         self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
         if relief != 1.0:
-            self._write_record(self._guard_line(NEW_LEVEL, self.last_epoch, relief))
+            self._write_record(self._guard_line(RELIEF, self.last_epoch, relief))
 
     def _next_cycle(self) -> None:
         self._course.clear()
@@ -679,14 +698,14 @@ class HDET(LRScheduler):
 
     def _spike(self, refuge: Refuge, call: RollCall) -> str | None:
         """Why the consensus is not good, if it is not: before it is made, nothing is harmed."""
-        refuge.watch.begin(call.first_loss)
+        refuge.watch.begin(call.first_loss, call.first_error)
         try:
             fit = triage(call.losses, call.finite, step=self.last_epoch).fit
         except ReplicasLost:
             return refuge.watch.lost("no replica has finite weights and a finite loss")
         losses = [loss for r in fit if (loss := call.losses[r]) is not None]
-        errors = [call.errors[r] or 0.0 for r in fit]
-        error = math.hypot(*errors) / len(errors)
+        errors = [error for r in fit if (error := call.errors[r]) is not None]
+        error = math.hypot(*errors) / len(errors) if len(errors) == len(fit) else None
         return refuge.watch.spiked(fmean(losses) if losses else None, error)
 
     def _go_back(self, refuge: Refuge, reason: str) -> None:
@@ -694,11 +713,13 @@ class HDET(LRScheduler):
         watch = refuge.watch
         refuge.go_back()
         if watch.gives_up:
+            num = watch.in_a_row - 1
+            self._steering.rescale(watch.surrender())
             self._begin_anew(cut_short=True)
             line = self._guard_line(f"stopped: {reason}", refuge.step, None)
             self._write_record(line, wait=True)
             raise ReplicasLost(
-                f"the run was taken back {watch.in_a_row - 1} times in a row, and spikes again at "
+                f"the run was taken back {num} times in a row, and spikes again at "
                 f"step {self.last_epoch} ({reason}). All replicas have the weights of step "
                 f"{refuge.step}: save them, and resume with a lower learning rate."
             )

@@ -26,6 +26,7 @@ FEWEST_STEPS = 4
 """Below so many a round tells nothing."""
 LIKELY = 1.5
 """In units of what is needlessly low: what is tried closely lies around it at most."""
+NOTHING_FOUND = "nothing was found"
 TOO_LOW = "less is needlessly far below where scores explode"
 MOST_SWEEPS = 4
 """Twelve decades further there is nothing to be found."""
@@ -375,7 +376,7 @@ class Search:
         lowest = self._floor(self.explosion) * peak
         lost = min(filter(None, [self.edge, self.explosion]), default=None)
         if self.found is None:
-            kept = Beginning(away_from(lost, 1.0), "nothing was found")
+            kept = Beginning(away_from(lost, 1.0), NOTHING_FOUND)
             return Beginning(lowest, TOO_LOW) if lowest else kept
         wanted = self._grown(self.found) * peak
         highest = self.points[-1].factor if lost is None else lost / 2

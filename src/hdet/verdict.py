@@ -39,6 +39,8 @@ class Point(NamedTuple):
     """Lower is better; none if it is not finite."""
     error: float = 0.0
     """Its standard error against the others."""
+    glitch: bool = False
+    """Whether its weights are finite all the same."""
 
 
 def points_of(
@@ -51,10 +53,13 @@ def points_of(
     """What the replicas of a round have come to, by their scores or else by their losses."""
     rows = scores or [[math.nan if loss is None else loss] for loss in losses]
     chances = _errors(rows) if scores else _pooled(rows, errors)
-    return [
-        Point(factor, fmean(row) if sound and _all_finite(row) else None, chance)
-        for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True)
-    ]
+    points = []
+    for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True):
+        if sound and _all_finite(row):
+            points.append(Point(factor, fmean(row), chance))
+        else:
+            points.append(Point(factor, None, chance, glitch=sound and scores is None))
+    return points
 
 
 def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
@@ -200,9 +205,18 @@ def _crossing(below: Point, point: Point, level: float, lowest: float) -> float:
 
 
 def _sound(points: Sequence[Point]) -> tuple[list[Point], float | None]:
-    """Those below the first that is broken, and that one's factor."""
+    """Those below the first that is broken, and that one's factor.
+
+    One whose loss alone is not finite, below two whose losses are, has seen a bad batch.
+    """
+    points = [point for place, point in enumerate(points) if not _is_alone(points, place)]
     broken = next((point.factor for point in points if point.score is None), None)
     return [point for point in points if broken is None or point.factor < broken], broken
+
+
+def _is_alone(points: Sequence[Point], place: int) -> bool:
+    above = points[place + 1 : place + 3]
+    return points[place].glitch and bool(above) and all(p.score is not None for p in above)
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
@@ -255,10 +269,10 @@ def _edge(points: Sequence[Point], reference: float) -> float | None:
 
     One of the next two above it is lost as well: one alone may have seen hard batches.
     """
-    sound, _ = _sound(points)
+    sound, broken = _sound(points)
     limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
     lost = [_score(point) > limit + FAINT * point.error for point in sound]
-    lost += [True] * (len(points) - len(sound))
+    lost += [True] * (broken is not None)
     for place, point in enumerate(sound):
         above = lost[place + 1 : place + 3]
         if lost[place] and (any(above) or not above):
