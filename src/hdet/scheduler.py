@@ -47,17 +47,15 @@ from hdet.validation import check_integer, number_of
 
 
 class HDET(LRScheduler):
-    """Lets every replica train with its own learning rate around a base schedule.
-
-    Wraps any torch schedule in scale form: the learning rate of replica r is
+    """Wraps any torch schedule in scale form: the learning rate of replica r is
 
         base(step) x scale x multiplier_r
 
-    with multipliers evenly spread over [1 - spread, 1 + spread]. Every `sync_every` steps the
-    weights are averaged, and the controller moves the scale toward what worked. Other `knobs` are
-    explored beside it, and a `probe` compares the replicas fairly. A `scout` finds the learning
-    rate in the first steps, a `guard` takes the run back when its loss spikes. With one replica
-    and no guard it is exactly the base schedule.
+    By default a `scout` finds the scale in the first steps, a `guard` takes the run back when its
+    loss spikes, and all multipliers are 1. With a `spread`, or with `preset="paper"`, they lie
+    evenly in [1 - spread, 1 + spread]: every `sync_every` steps the weights are averaged, and the
+    controller moves the scale toward what worked. Other `knobs` are explored beside it, and a
+    `probe` compares the replicas fairly. With one replica and no guard it is the base schedule.
     """
 
     def __init__(
