@@ -26,7 +26,7 @@ def run(*command: str) -> str:
 def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    said = run(*torchrun, "examples/ddp.py", "--epochs", "24", "--out", str(tmp_path))
+    said = run(*torchrun, "examples/ddp.py", "--epochs", "14", "--out", str(tmp_path))
     assert float(said.split("accuracy")[-1].split()[0]) > 0.9
     assert float(said.split("learning rate:")[1].split()[0]) > 30
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
@@ -34,7 +34,7 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
     assert len(cycles) >= 20
     assert all(len(line["losses"]) == 4 for line in cycles)
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert saved["scheduler"]["step"] == 24 * 21
+    assert saved["scheduler"]["step"] == 14 * 21
 
 
 def test_the_example_with_knobs_moves_them_and_leaves_a_record(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_the_example_with_knobs_moves_them_and_leaves_a_record(tmp_path: Path) -
 def test_the_example_for_one_device_trains_and_leaves_a_record_and_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    said = run("examples/one_device.py", "--steps", "600", "--out", str(tmp_path))
+    said = run("examples/one_device.py", "--steps", "400", "--out", str(tmp_path))
     assert float(said.split("accuracy")[-1].split()[0]) > 0.9
     assert float(said.split("learning rate:")[1].split()[0]) > 30
     lines = (tmp_path / "record.jsonl").read_text().splitlines()
-    assert len([line for line in lines if '"event": "cycle"' in line]) == 30
+    assert len([line for line in lines if '"event": "cycle"' in line]) >= 30
     states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert states[2]["step"] == 600
+    assert states[2]["step"] == 400

@@ -79,7 +79,7 @@ def test_each_time_in_a_row_it_steps_in_harder_and_a_good_cycle_ends_the_row() -
 
 
 @pytest.mark.parametrize("kind", ["plateau", "zero", "heavy", "lognormal", "rising", "falling"])
-@pytest.mark.parametrize("num", [1, 3, 33])
+@pytest.mark.parametrize("num", [1, 20])
 def test_a_healthy_run_is_hardly_ever_taken_back(kind: str, num: int) -> None:
     """Eight replicas, thirty cycles of so many steps, noise as large as the loss."""
     chance, hits = random.Random(0), 0
@@ -91,7 +91,7 @@ def test_a_healthy_run_is_hardly_ever_taken_back(kind: str, num: int) -> None:
         "rising": lambda cycle: chance.gauss(cycle / 10, 0.3),
         "falling": lambda cycle: chance.gauss(10 / (1 + cycle) + 2, 0.3),
     }[kind]
-    for _ in range(40):
+    for _ in range(20):
         watch = Watch(hdet.Guard())
         first = [draw(0) for _ in range(8)]
         watch.begin(fmean(first), stdev(first) / math.sqrt(8))
@@ -102,7 +102,7 @@ def test_a_healthy_run_is_hardly_ever_taken_back(kind: str, num: int) -> None:
             error = math.hypot(*errors) / 8 if errors else None
             taken |= watch.spiked(fmean(map(fmean, rows)), error) is not None
         hits += taken
-    assert hits <= (8 if num == 1 else 4)
+    assert hits <= (4 if num == 1 else 2)
 
 
 def test_what_a_row_of_spikes_has_cost_is_given_back_but_for_one_step() -> None:
