@@ -10,18 +10,16 @@ nothing breaks at a size where nobody sweeps, it is no statistics.
 import argparse
 import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import hdet
 from benchmarks import tasks
 from benchmarks.methods import Bench, Ended, Run, plain, with_scout
 from benchmarks.models import Size
-from benchmarks.settle import RESULTS, TINY, plain_json
+from benchmarks.settle import RESULTS, TINY, made_with, plain_json
 from benchmarks.tasks import Plan
 
 FULL = Plan("AdamW", 1000, 16, 1e-3, Size(256, 256, 12, 12, 768))
@@ -73,9 +71,7 @@ def main() -> None:
     told = {
         "headline": numbers,
         "settings": {"plan": list(plan), "seed": SEED},
-        "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        **made_with(),
         "rows": rows,
     }
     out = options.out or RESULTS / ("confirm.quick.json" if options.quick else "confirm.json")

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks import methods, tasks
-from benchmarks.settle import ENTRIES, RESULTS, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
 from benchmarks.tasks import Plan, Task
 
 ROUND, ROUNDS = 50, 10
@@ -119,8 +119,7 @@ def main() -> None:
     told = {
         "headline": numbers,
         "settings": {"plan": list(plan), "replicas": methods.N},
-        "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        **made_with(),
     }
     out = options.out or RESULTS / ("cost.quick.json" if options.quick else "cost.json")
     out.write_text(json.dumps(plain_json(told), indent=1) + "\n")

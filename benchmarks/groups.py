@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.methods import Bench, Leg, N, sail, shape
 from benchmarks.regret import best_of_grid, by
-from benchmarks.settle import ENTRIES, RESULTS, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
 from hdet.verdict import Point, explosion
 
 FACTOR = 4.0
@@ -136,7 +136,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     out = options.out or RESULTS / ("groups.quick.json" if options.quick else "groups.json")
-    told: dict[str, Any] = {"headline": {}, "device": device.type, "tasks": {}}
+    told: dict[str, Any] = {"headline": {}, **made_with(), "tasks": {}}
     for name, entry in ENTRIES.items():
         if not name.startswith(options.only):
             continue

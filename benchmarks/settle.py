@@ -161,12 +161,7 @@ class Book:
                 "sync_every": methods.SYNC_EVERY,
                 "plans": {name: list(plan) for name, plan in self.plans.items()},
             },
-            "versions": {
-                "hdet": hdet.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            **made_with(),
             "seconds": self.seconds,
             "runs": plain_json(runs),
         }
@@ -176,6 +171,18 @@ class Book:
             print(table_of(rows))
         self._path.parent.mkdir(exist_ok=True)
         self._path.write_text(json.dumps(plain_json(told)) + "\n")
+
+
+def made_with() -> dict[str, Any]:
+    """What a result was made with, for its file."""
+    return {
+        "versions": {
+            "hdet": hdet.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
 
 
 def plain_json(value: Any) -> Any:

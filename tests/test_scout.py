@@ -220,7 +220,7 @@ def noisy_losses(start: float, chance: random.Random, spread: float = 0.1) -> fl
 @pytest.mark.parametrize("start", [1e-3, 1e-2, 1.0, 100.0])
 def test_by_noisy_losses_a_run_is_hardly_ever_lost(start: float) -> None:
     """A lucky first batch makes all look worse than none, and three losses do not know their noise:
-    one of ten such runs began a million times too low."""
+    such runs began a million times too low."""
     chance = random.Random(0)
     begun = [noisy_losses(start, chance) for _ in range(100)]
     assert sum(not 0.1 < lr < 4 for lr in begun) <= 2

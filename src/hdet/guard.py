@@ -16,15 +16,11 @@ RECENT = 3
 """The level of the loss is the median of so many good cycles."""
 MEMORY = 20
 """So many good cycles tell how much the loss varies from one to the next."""
-
-
 WILD = 3.0
 """The noise of one cycle counts up to so many times that of the good ones."""
 CONVINCED, ALIKE = 5, 0.25
 """After so many times in a row, at learning rates that move nothing any more, a loss that differs
 from the one before by less than this share of the spike is that of the data."""
-
-
 RELIEF = "not the learning rate, or not all of it: it is raised again"
 
 

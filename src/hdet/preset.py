@@ -13,7 +13,7 @@ from hdet.knobs import LearningRate
 from hdet.replicas import ProcessReplicas, Replicas
 from hdet.scout import Scout, Search, coarse_steps
 from hdet.tracker import Tracker
-from hdet.validation import check_choice
+from hdet.validation import check_choice, check_integer
 
 Auto = Literal["auto"]
 PRESETS = ("best", "paper")
@@ -53,6 +53,8 @@ def choose(preset: str, given: Given, *, total_steps: int | None, num_replicas: 
     1000
     """
     check_choice("preset", preset, PRESETS)
+    if total_steps is not None:
+        check_integer("total_steps", total_steps, at_least=1)
     usual = Chosen(SPREAD, SYNC_EVERY, PaperController(), None, None)
     if preset == "best":
         usual = _best(given, total_steps)

@@ -306,7 +306,10 @@ def _rollbacks(history: History) -> str:
     if not history.rollbacks:
         return ""
     rows = [(f"{r.step:,}", f"{r.back_to:,}", brief(r.factor), r.reason) for r in history.rollbacks]
-    about = "Where the loss spiked, and the run was taken back to its last good weights."
+    about = (
+        "Where the loss spiked, and the run was taken back to its last good weights; and where "
+        "learning rates were raised again afterwards."
+    )
     return table(about, ["step", "back to", "learning rates times", "why"], rows, numbers_from=None)
 
 

@@ -43,7 +43,7 @@ from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
 from hdet.scout import NOTHING_FOUND, Scout
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
-from hdet.validation import check_integer, number_of
+from hdet.validation import number_of
 
 
 class HDET(LRScheduler):
@@ -83,8 +83,6 @@ class HDET(LRScheduler):
         def prepare() -> tuple[Base, Settings]:
             wrapped = Base(base)
             total = wrapped.total_steps if total_steps is None else total_steps
-            if total is not None:
-                check_integer("total_steps", total, at_least=1)
             named = None if knobs is None else tuple(flattened(knobs))
             given = Given(spread, sync_every, controller, scout, guard, named)
             settings = Settings(
