@@ -5,7 +5,8 @@
 The language model of the settling benchmark on stacked replicas, by the library itself: with a
 plain schedule, with scout and guard, and with a probe besides. The cost of a run is the share of
 its time that its scout took, plus whatever the rest of it took longer than the same steps of the
-plain run. The runs take turns, so that a machine that gets slower slows all.
+plain run. The runs take turns, so that a machine that gets slower slows all; the turn in the middle
+counts for all, so that a hiccup of the machine does not.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -91,11 +93,11 @@ def measured(task: Task, plan: Plan) -> dict[str, Any]:
             run.advance(num)
         print(f"\r{place + 1} of {len(pieces)} rounds", end="", flush=True)
     print()
-    left = (plan.steps - first) / sum(pieces[1:])
-    plain = left * sum(runs.pop("plain").times[1:])
+    turns = (plan.steps - first) / ROUND
+    plain = turns * median(runs.pop("plain").times[1:])
     numbers = {}
     for name, run in runs.items():
-        scout, rest = run.times[0], left * sum(run.times[1:])
+        scout, rest = run.times[0], turns * median(run.times[1:])
         numbers[f"{name}_scout_pct"] = 100 * scout / (scout + rest)
         numbers[f"{name}_rest_pct"] = 100 * (rest - plain) / (scout + rest)
         numbers[f"{name}_cost_pct"] = 100 * (scout + rest - plain) / (scout + rest)

@@ -26,6 +26,7 @@ from hdet.guard import Watch
 from hdet.knobs import LearningRate, explored_rates
 from hdet.scout import Search
 from hdet.steering import Cycle, Steering
+from hdet.stuck import EARLY, Stuck, is_far
 from hdet.verdict import points_of
 
 N = 8
@@ -253,11 +254,37 @@ def refresh_statistics(bench: Bench, fleet: Fleet, rule: Rule, batch: Batches) -
     fleet.weights.copy_(kept)
 
 
+class Means:
+    """The mean loss of every row in its cycle, and the standard error, as the library has them."""
+
+    def __init__(self, num: int, device: torch.device) -> None:
+        self._sums = torch.zeros(num, dtype=torch.float64, device=device)
+        self._jumps, self._before = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
+        self._counts = [0] * num
+
+    def add(self, losses: Tensor) -> None:
+        later = torch.tensor([count > 0 for count in self._counts], device=losses.device)
+        self._sums += losses
+        self._jumps += torch.where(later, (losses.double() - self._before).square(), 0.0)
+        self._before = losses.double()
+        self._counts = [count + 1 for count in self._counts]
+
+    def end(self, rows: Sequence[int]) -> list[tuple[float, float | None]]:
+        """Those of some rows, whose next cycle begins."""
+        sums, jumps, told = self._sums.tolist(), self._jumps.tolist(), []
+        for row in rows:
+            num = self._counts[row]
+            error = math.sqrt(jumps[row] / (2 * (num - 1) * num)) if num > 1 else None
+            told.append((sums[row] / num, error))
+            self._sums[row], self._jumps[row], self._counts[row] = 0.0, 0.0, 0
+        return told
+
+
 class Lookout:
     """A guard for every row: hdet's own watch, and the weights it goes back to."""
 
-    def __init__(self, guard: hdet.Guard, first: list[float] | None = None) -> None:
-        self._guard, self._first = guard, first
+    def __init__(self, guard: hdet.Guard) -> None:
+        self._guard = guard
         self.stopped: set[int] = set()
         self.returns: list[int] = []
 
@@ -265,11 +292,10 @@ class Lookout:
         self._steps = steps
         self._fleet, self._rule, self._legs = fleet, rule, legs
         self._watches = [Watch(self._guard) for _ in legs]
+        self._means = Means(len(legs), fleet.device)
+        self._first: list[float] | None = None
         self.scales = torch.ones(len(legs), 1, dtype=fleet.weights.dtype, device=fleet.device)
         self.returns = [0] * len(legs)
-        self._sums = torch.zeros(len(legs), dtype=torch.float64, device=fleet.device)
-        self._jumps, self._before = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
-        self._counts = [0] * len(legs)
         self._kept = [tensor.clone() for tensor in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:
@@ -278,10 +304,7 @@ class Lookout:
     def see(self, now: int, losses: Tensor) -> None:
         if self._first is None:
             self._first = losses.tolist()
-        self._sums += losses
-        later = torch.tensor([count > 0 for count in self._counts], device=losses.device)
-        self._jumps += torch.where(later, (losses.double() - self._before).square(), 0.0)
-        self._before = losses.double()
+        self._means.add(losses)
         steps = [leg.begin + now + 1 for leg in self._legs]
         ends = [
             row
@@ -289,16 +312,11 @@ class Lookout:
             if (step % SYNC_EVERY == 0 or step == self._steps) and step <= self._steps
             if row not in self.stopped
         ]
-        self._counts = [count + 1 for count in self._counts]
         if not ends:
             return
-        sums, jumps = self._sums.tolist(), self._jumps.tolist()
         finite = self._fleet.weights.isfinite().all(1).tolist()
-        for row in ends:
-            num = self._counts[row]
-            error = math.sqrt(jumps[row] / (2 * (num - 1) * num)) if num > 1 else None
-            self._judge(row, sums[row] / num, error, finite[row])
-            self._sums[row], self._jumps[row], self._counts[row] = 0.0, 0.0, 0
+        for row, (loss, error) in zip(ends, self._means.end(ends), strict=True):
+            self._judge(row, loss, error, finite[row])
 
     def _judge(self, row: int, loss: float, error: float | None, finite: bool) -> None:
         watch = self._watches[row]
@@ -334,15 +352,15 @@ def scouted(
     probe: bool,
     scout: hdet.Scout,
     look: Look | None = None,
-) -> tuple[list[Search], list[float]]:
-    """Every run's search, to its end, and the loss it began with."""
-    steps = bench.plan.steps
-    first: list[float] = []
+    since: Sequence[int] | None = None,
+) -> list[Search]:
+    """Every run's search, to its end; from the first weights, whatever steps were made before."""
+    steps, since = bench.plan.steps, since or [0] * len(runs)
     searches = [
         Search(scout, num_replicas=N, total_steps=steps, optimizer=bench.plan.optimizer)
         for _ in runs
     ]
-    begins = [0] * len(runs)
+    begins = list(since)
     while pending := [place for place, search in enumerate(searches) if not search.is_over]:
         fewest = min(searches[place].num_steps for place in pending)
         pending = [place for place in pending if searches[place].num_steps == fewest]
@@ -356,7 +374,6 @@ def scouted(
             probe=probe,
             look=look,
         )
-        first = first or [came.first for came in scores]
         for place, came in zip(pending, scores, strict=True):
             search = searches[place]
             search.tell(
@@ -364,14 +381,13 @@ def scouted(
                 came.agreement,
                 came.outset,
             )
-            begins[place] = search.used
-    return searches, first
+            begins[place] = since[place] + search.used
+    return searches
 
 
 class Came(NamedTuple):
     """What the replicas of a run have come to in a round."""
 
-    first: float
     losses: list[float]
     errors: list[float]
     scores: list[list[float]] | None
@@ -420,8 +436,7 @@ def _round(
     errors = (jumps / (2 * (num - 1) * num)).sqrt().view(-1, N).tolist()
     finite = fleet.weights.isfinite().all(1).view(-1, N).tolist()
     probed: list[Any] = [None] * len(runs)
-    first = seen[0].double().view(-1, N).mean(1).tolist()
-    outset: list[Any] = list(first)
+    outset: list[Any] = seen[0].double().view(-1, N).mean(1).tolist()
     if probe:
         begun = fleet.evaluate(bench.task.probe, weights=begin, training=True)[::N]
         outset = begun.double().mean(1).tolist()
@@ -429,7 +444,7 @@ def _round(
         probed = found.double().view(len(runs), N, -1).tolist()
     if look is not None:
         look(runs, fleet, rule)
-    rows = zip(first, losses, errors, probed, finite, agreements, outset, strict=True)
+    rows = zip(losses, errors, probed, finite, agreements, outset, strict=True)
     return [Came(*row) for row in rows]
 
 
@@ -445,18 +460,26 @@ def split(batch: Sequence[Tensor], num: int) -> list[Tensor]:
     return [part.reshape(len(part) * num, part.shape[1] // num, *part.shape[2:]) for part in batch]
 
 
+def set_out(
+    bench: Bench, runs: Sequence[Run], *, probe: bool, since: Sequence[int] | None = None
+) -> tuple[list[Leg], list[Search]]:
+    """What every run begins with after its scout, and how that was found."""
+    since = since or [0] * len(runs)
+    searches = scouted(bench, runs, probe=probe, scout=hdet.Scout(), since=since)
+    wave = shape("one cycle", bench.plan.steps, True)
+    peak, legs = peak_of(sum(wave.lrs) / len(wave.lrs)), []
+    for run, search, before in zip(runs, searches, since, strict=True):
+        peaks = (run.lr * search.begin_with(peak=peak).factor,) * len(bench.task.groups)
+        legs.append(Leg(run.seed, peaks, before + search.used))
+    return legs, searches
+
+
 def with_scout(
     bench: Bench, runs: Sequence[Run], *, probe: bool = True, guard: bool = True
 ) -> list[Ended]:
     """hdet: a scout, then a plain run that a guard looks after."""
-    scout = hdet.Scout()
-    searches, first = scouted(bench, runs, probe=probe, scout=scout)
-    wave = shape("one cycle", bench.plan.steps, True)
-    peak, legs = peak_of(sum(wave.lrs) / len(wave.lrs)), []
-    for run, search in zip(runs, searches, strict=True):
-        begin = search.begin_with(peak=peak)
-        legs.append(Leg(run.seed, (run.lr * begin.factor,) * len(bench.task.groups), search.used))
-    watch = Lookout(hdet.Guard(), first) if guard else None
+    legs, searches = set_out(bench, runs, probe=probe)
+    watch = Lookout(hdet.Guard()) if guard else None
     ended = sail(bench, legs, watch=watch)
     notes = [
         {
@@ -476,14 +499,50 @@ def with_scout(
     return [end._replace(notes=note) for end, note in zip(ended, notes, strict=True)]
 
 
-def guarded(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
-    """hdet's guard alone."""
+def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
+    """hdet with `scout="restart"`: a guard, and a scout for a run that is stuck, from its start.
+
+    A run that its scout would leave as it is goes on here as if nothing had been.
+    """
+    legs, since = legs_of(bench, runs), stuck_at(bench, runs)
+    again = [place for place, step in enumerate(since) if step is not None]
+    if again:
+        steps = [step for step in since if step is not None]
+        found, _ = set_out(bench, [runs[place] for place in again], probe=True, since=steps)
+        for place, leg in zip(again, found, strict=True):
+            legs[place] = leg if is_far(leg.peaks[0] / runs[place].lr) else legs[place]
     watch = Lookout(hdet.Guard())
-    ended = sail(bench, legs_of(bench, runs), watch=watch)
-    return [
-        end._replace(notes={"returns": returns})
-        for end, returns in zip(ended, watch.returns, strict=True)
+    ended = sail(bench, legs, watch=watch)
+    notes = [
+        {"returns": returns, "stuck": step, "begin": leg.begin}
+        for returns, step, leg in zip(watch.returns, since, legs, strict=True)
     ]
+    return [end._replace(notes=note) for end, note in zip(ended, notes, strict=True)]
+
+
+def stuck_at(bench: Bench, runs: Sequence[Run]) -> list[int | None]:
+    """The step at which each run is found to be stuck; none for one that is not."""
+    fleet = bench.fleet([run.seed for run in runs], capture=False)
+    rule, watches = bench.rule(fleet), [Stuck() for _ in runs]
+    course = Course(legs_of(bench, runs), "one cycle", bench.plan.steps, rule)
+    batch, means = bench.task.batches([run.seed for run in runs]), Means(len(runs), fleet.device)
+    found: list[int | None] = [None] * len(runs)
+    for now in range(min(EARLY * SYNC_EVERY, bench.plan.steps)):
+        losses = fleet.losses(*batch(course.steps[now]))
+        rule.step(course.lrs[now], course.momenta[now])
+        means.add(losses)
+        if now == 0:
+            for watch, loss in zip(watches, losses.tolist(), strict=True):
+                watch.begin(loss)
+        if (now + 1) % SYNC_EVERY:
+            continue
+        finite = fleet.weights.isfinite().all(1).tolist()
+        for row, (loss, error) in enumerate(means.end(range(len(runs)))):
+            told = watches[row].reason(loss if finite[row] else math.nan, error)
+            found[row] = now + 1 if found[row] is None and told else found[row]
+        if None not in found:
+            break
+    return found
 
 
 # Plain schedules and LR-free peers ------------------------------------------------------------
@@ -608,6 +667,8 @@ class Crowd:
 
     shares_gradients = False
     schedule = "one cycle"
+    begin = 0
+    """The steps that were spent otherwise."""
 
     def __init__(self, bench: Bench, runs: Sequence[Run]) -> None:
         self.bench, self.runs = bench, runs
@@ -618,11 +679,18 @@ class Crowd:
         peaks = peaks.repeat_interleave(N)[:, None]
         self.peaks = peaks.expand(-1, len(bench.task.groups)).to(self.fleet.weights).clone()
 
+    def place(self, step: int) -> int:
+        """Where the schedule is."""
+        return step
+
     def lrs(self, step: int) -> Tensor:
         return self.peaks * self.wave.lrs[step]
 
     def meet(self, step: int, losses: Tensor) -> None:
         """At the end of a cycle, with the mean loss of every replica, [runs, N]."""
+
+    def after(self, step: int) -> None:
+        """After every step."""
 
     def train(self) -> list[Ended]:
         bench, fleet, count = self.bench, self.fleet, len(self.runs)
@@ -631,7 +699,7 @@ class Crowd:
         steps = torch.zeros(count, dtype=torch.long, device=fleet.device)
         sums, num = torch.zeros(len(fleet), device=fleet.device, dtype=torch.float64), 0
         highest = torch.zeros_like(self.peaks[:, 0])
-        for now in range(bench.plan.steps):
+        for now in range(self.begin, bench.plan.steps):
             sums += fleet.losses(*split(batch(steps + now), N))
             num += 1
             if self.shares_gradients:
@@ -639,8 +707,9 @@ class Crowd:
                 fleet.gradients.view(count, N, -1).copy_(shared.expand(-1, N, -1))
             lrs = self.lrs(now)
             highest = torch.maximum(highest, lrs.amax(1))
-            momenta = torch.full_like(lrs[:, :1], self.wave.momenta[now])
+            momenta = torch.full_like(lrs[:, :1], self.wave.momenta[self.place(now)])
             self.rule.step(lrs, momenta)
+            self.after(now + 1)
             average.add(sails.to(fleet.device))
             if (now + 1) % SYNC_EVERY == 0 or now + 1 == bench.plan.steps:
                 self.meet(now + 1, (sums / num).view(count, N))
@@ -731,52 +800,129 @@ class PBT(Crowd):
         return best
 
 
-class Paper(Crowd):
-    """The paper's preset: shared gradients, a spread of 1/9, its controller after the warm-up."""
+class Steered(Crowd):
+    """Shared gradients, a spread, and a controller that the library asks."""
 
     shares_gradients = True
 
-    def __init__(self, bench: Bench, runs: Sequence[Run]) -> None:
+    def __init__(self, bench: Bench, runs: Sequence[Run], begin: int = 0) -> None:
         super().__init__(bench, runs)
-        groups, steps = bench.task.groups, bench.plan.steps
-        self._captains = [
-            Steering(
-                explored_rates((LearningRate(),), groups, 1 / 9),
-                num_replicas=N,
-                design="permutation",
-                sync_every=SYNC_EVERY,
-                seed=0,
-                controller=hdet.PaperController(warmup_steps=math.ceil(0.3 * steps)),
-                total_steps=steps,
-                takes_over=Cycle([run.lr] * len(groups), [run.lr / 25e4] * len(groups)),
-            )
-            for run in runs
-        ]
+        self.begin = begin
+        self._places = [0] * begin + places(bench.plan.steps, begin)
+        self._captains = [self.captain(run) for run in runs]
         for run, captain in zip(runs, self._captains, strict=True):
-            captain.start_if_due(0, [run.lr * self.wave.lrs[0]] * len(groups))
+            captain.start_if_due(begin, self._base_lrs(run, begin))
             captain.fan_out()
 
+    def captain(self, run: Run) -> Steering:
+        raise NotImplementedError
+
+    def scores(self) -> list[Any]:
+        """What a probe says of the replicas of every run; nothing without one."""
+        return [None] * len(self.runs)
+
+    def place(self, step: int) -> int:
+        return self._places[min(step, self.bench.plan.steps - 1)]
+
+    def _base_lrs(self, run: Run, step: int) -> list[float]:
+        return [run.lr * self.wave.lrs[self.place(step)]] * len(self.bench.task.groups)
+
     def lrs(self, step: int) -> Tensor:
-        groups = len(self.bench.task.groups)
         rows = [
-            captain.lrs([run.lr * self.wave.lrs[step]] * groups, replica)
+            captain.lrs(self._base_lrs(run, step), replica)
             for run, captain in zip(self.runs, self._captains, strict=True)
             for replica in range(N)
         ]
         return torch.tensor(rows, dtype=torch.float64).to(self.fleet.weights)
 
     def meet(self, step: int, losses: Tensor) -> None:
+        scores = self.scores()
         self.spread(self.fleet.weights, self.mean(self.fleet.weights))
         self.average_buffers()
-        groups, steps = len(self.bench.task.groups), self.bench.plan.steps
-        for run, captain, row in zip(self.runs, self._captains, losses.tolist(), strict=True):
+        rows = zip(self.runs, self._captains, losses.tolist(), scores, strict=True)
+        for run, captain, row, told in rows:
             if not all(map(math.isfinite, row)):
                 continue  # shared gradients: all are lost at once
-            captain.steer(row, range(N))
+            captain.steer(row, range(N), scores=told)
             captain.cycle += 1
-            now = run.lr * self.wave.lrs[min(step, steps - 1)]
-            captain.start_if_due(step, [now] * groups)
+            captain.start_if_due(step, self._base_lrs(run, step))
             captain.fan_out()
+
+    def train(self) -> list[Ended]:
+        ended = super().train()
+        moved = [[knob.state.scale for knob in captain.knobs] for captain in self._captains]
+        return [end._replace(notes={"moved": m}) for end, m in zip(ended, moved, strict=True)]
+
+
+class Paper(Steered):
+    """The paper's preset: a spread of 1/9, its controller after the warm-up."""
+
+    def captain(self, run: Run) -> Steering:
+        groups, steps = self.bench.task.groups, self.bench.plan.steps
+        return Steering(
+            explored_rates((LearningRate(),), groups, 1 / 9),
+            num_replicas=N,
+            design="permutation",
+            sync_every=SYNC_EVERY,
+            seed=0,
+            controller=hdet.PaperController(warmup_steps=math.ceil(0.3 * steps)),
+            total_steps=steps,
+            takes_over=Cycle([run.lr] * len(groups), [run.lr / 25e4] * len(groups)),
+        )
+
+
+class Tracked(Steered):
+    """A tracker, which compares replicas by a probe at the mean of their last steps."""
+
+    shared, relative = True, False
+
+    def __init__(self, bench: Bench, runs: Sequence[Run], begin: int = 0) -> None:
+        super().__init__(bench, runs, begin)
+        self._tail = hdet.Probe(bench.task.probe).tail_steps(SYNC_EVERY)
+        self._iterates = torch.zeros_like(self.fleet.weights)
+        self._num_iterates = 0
+
+    def captain(self, run: Run) -> Steering:
+        knob = LearningRate(shared=self.shared)
+        return Steering(
+            explored_rates((knob,), self.bench.task.groups, 1 / 9),
+            num_replicas=N,
+            design="orthogonal",
+            sync_every=SYNC_EVERY,
+            seed=0,
+            controller=hdet.Tracker(relative=self.relative),
+            total_steps=self.bench.plan.steps,
+        )
+
+    def after(self, step: int) -> None:
+        steps = self.bench.plan.steps
+        left = min(-step % SYNC_EVERY, steps - step)
+        if left < self._tail:
+            self._iterates += self.fleet.weights
+            self._num_iterates += 1
+
+    def scores(self) -> list[Any]:
+        mean = self._iterates / self._num_iterates
+        self._iterates, self._num_iterates = torch.zeros_like(mean), 0
+        if not any(captain.is_spread() for captain in self._captains):
+            return [None] * len(self.runs)
+        found = self.fleet.evaluate(self.bench.task.probe, weights=mean)
+        rows: list[Any] = found.double().view(len(self.runs), N, -1).tolist()
+        return rows
+
+
+class ByGroup(Tracked):
+    shared, relative = False, True
+
+
+def by_group(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
+    """hdet with `knobs=[lr()]`: a scout, then one learning rate per group around what it found.
+
+    All of a stack begin when the last has found something. There is no guard.
+    """
+    legs, _ = set_out(bench, runs, probe=True)
+    found = [Run(leg.peaks[0], leg.seed) for leg in legs]
+    return ByGroup(bench, found, max(leg.begin for leg in legs)).train()
 
 
 def crowd(kind: type[Crowd]) -> Callable[[Bench, Sequence[Run]], list[Ended]]:
@@ -799,8 +945,9 @@ class Method(NamedTuple):
 ADAM = ("AdamW",)
 METHODS: dict[str, Method] = {
     "hdet": Method(with_scout, kind="hdet"),
-    "hdet, no probe": Method(partial(with_scout, probe=False), kind="variant"),
-    "hdet, no scout": Method(guarded, kind="guard"),
+    "hdet, no probe": Method(partial(with_scout, probe=False), kind="default"),
+    "hdet, by group": Method(by_group, rows=N, kind="groups", optimizers=("AdamW",)),
+    "hdet, no scout": Method(rescued, kind="guard"),
     "OneCycleLR": Method(plain, kind="plain"),
     "warm-up and cosine": Method(partial(plain, schedule="warm-up and cosine"), kind="second"),
     "paper": Method(crowd(Paper), rows=N, kind="paper"),

@@ -33,7 +33,7 @@ import hdet
 from benchmarks import methods, tasks
 from benchmarks.methods import METHODS, Bench, Ended, Method, Run
 from benchmarks.models import Size
-from benchmarks.regret import LOST_PCT, REFERENCE, headline, rows_of, table_of
+from benchmarks.regret import FRESH, LOST_PCT, REFERENCE, headline, rows_of, table_of
 from benchmarks.tasks import Plan, Task
 
 RESULTS = Path(__file__).parent / "results"
@@ -243,7 +243,8 @@ class Settler:
 
     def curve(self, method: str = REFERENCE) -> dict[float, float]:
         """The mean loss at every learning rate of the grid."""
-        low, high = -HALF_GRID, HALF_GRID
+        half = HALF_GRID - 1 if self.settings.quick else HALF_GRID
+        low, high = -half, half
         while True:
             grid = [self.plan.middle * 2.0**place for place in range(low, high + 1)]
             ended = self.make(method, self.jobs(method, grid, self.settings.selection))
@@ -275,13 +276,15 @@ class Settler:
     # The runs -----------------------------------------------------------------------------------
 
     def settle(self, chosen: Sequence[str]) -> None:
-        best = self.best()
-        self.make(REFERENCE, self.jobs(REFERENCE, [best], self.settings.seeds))
+        best, reported = self.best(), {*self.settings.seeds, *self.settings.fresh}
+        self.make(REFERENCE, self.jobs(REFERENCE, [best], sorted(reported)))
         for method in chosen:
             how = METHODS.get(method)
             if how is None or self.plan.optimizer not in how.optimizers:
                 continue
             if how.kind in ("guard", "second"):  # below
+                continue
+            if how.kind == "groups" and len(self.bench.task.groups) == 1:
                 continue
             lrs, seeds = self._share(how)
             self.make(method, self.jobs(method, [best * start for start in lrs], seeds))
@@ -300,10 +303,12 @@ class Settler:
         settings = self.settings
         if how.kind == "hdet":
             return settings.starts, settings.seeds
+        if how.kind in ("default", "groups"):
+            return settings.starts, settings.fresh
         if not how.takes_lr:
             return (1.0,), settings.seeds
         if how.kind == "plain":
-            return settings.starts, settings.seeds[:3]
+            return settings.few_starts if settings.quick else settings.starts, settings.seeds[:3]
         if how.kind == "control":
             return (1.0,), settings.seeds[:3]
         return settings.few_starts, settings.seeds[:3]
@@ -328,6 +333,7 @@ class Settings(NamedTuple):
     starts: Sequence[float] = STARTS
     few_starts: Sequence[float] = FEW_STARTS
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
+    fresh: Sequence[int] = FRESH
     selection: Sequence[int] = SELECTION_SEEDS
 
 
@@ -350,6 +356,7 @@ def main() -> None:
             starts=(1e-3, 0.1, 1.0, 10.0, 1000.0),
             few_starts=(1e-2, 1.0),
             seeds=(0,),
+            fresh=(0,),
             selection=(100,),
         )
     known = (*METHODS, SMALL_GRID)

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.methods import METHODS
 from benchmarks.regret import (
+    DEFAULT,
     HDET,
     REFERENCE,
     Luck,
@@ -43,14 +44,15 @@ DOCS = Path(__file__).parent.parent / "docs"
 NEAR = 1.5
 
 
-def numbers_of(rows: Sequence[Row], luck: Mapping[str, Luck]) -> str:
+def numbers_of(rows: Sequence[Row], luck: Mapping[str, Luck], method: str = HDET) -> str:
     """What hdet loses on each task; and by how much it does not lie at the learning rate."""
     lines = [
-        "| hdet | median | 90th percentile | worst | lost | from the best | learning rate within "
-        f"x {NEAR:g} | median of these | the best one, against itself: 90th percentile | worst |",
+        f"| {method} | median | 90th percentile | worst | lost | from the best | learning rate "
+        f"within x {NEAR:g} | median of these | the best one, against itself: 90th percentile | "
+        "worst |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    tasks = by((row for row in rows if row.method == HDET), lambda row: row.task)
+    tasks = by((row for row in rows if row.method == method), lambda row: row.task)
     for task, part in tasks.items():
         regrets = [row.regret for row in part]
         close = [row.regret for row in part if 1 / NEAR < row.lr < NEAR]
@@ -154,10 +156,41 @@ def grids_of(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def trackers_of(tasks: Mapping[str, Any]) -> str:
+    """What moving the learning rate during a run does to it, from three starts."""
+    starts = ("x0.25", "x1", "x4")
+    lines = [
+        "| | " + " | ".join(f"{task}: x 1/4, x 1, x 4" for task in tasks) + " |",
+        "|---|" + "---|" * len(tasks),
+    ]
+    names = dict.fromkeys(name for table in tasks.values() for name in table)
+    for name in names:
+        cells = [
+            ", ".join(_middle(table[name][start]) for start in starts) if name in table else ""
+            for table in tasks.values()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _middle(regrets: Sequence[float | None]) -> str:
+    known = [regret for regret in regrets if regret is not None]
+    return percent(fmean(known)) if len(known) == len(regrets) else "lost"
+
+
+def curves_of(cases: Mapping[str, Any]) -> str:
+    lines = ["| | median | from x 0.01, x 1, x 100 |", "|---|---|---|"]
+    for name, case in cases.items():
+        means = ", ".join(map(_middle, case["regret_pct"].values()))
+        lines.append(f"| {name} | {percent(case['median_regret_pct'])} | {means} |")
+    return "\n".join(lines)
+
+
 # A picture ------------------------------------------------------------------------------------
 
 COLOURS = {
     HDET: "#d6336c",
+    DEFAULT: "#f783ac",
     REFERENCE: "#868e96",
     "Schedule-Free AdamW": "#1c7ed6",
     "GreedyLR": "#f08c00",
@@ -272,6 +305,9 @@ def page(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], head: Mapping[s
     return text.format(
         headline="\n".join(f"| `{name}` | {_shown(value)} |" for name, value in head.items()),
         numbers=numbers_of(rows, luck_of(runs)),
+        default=numbers_of(rows, luck_of(runs), DEFAULT),
+        trackers=trackers_of(_result("trackers")["tasks"]),
+        curves=curves_of(_result("curves")["cases"]),
         table=table_of(rows),
         starts=starts_of(rows, [HDET, REFERENCE, "paper"]),
         grids=grids_of(runs),
@@ -279,6 +315,11 @@ def page(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], head: Mapping[s
         measures=measures_of(rows),
         controls=controls_of(runs),
     )
+
+
+def _result(name: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return told
 
 
 def _shown(value: Any) -> str:
@@ -312,6 +353,7 @@ def main() -> None:
     told = merged(paths)
     rows = rows_of(told["runs"])
     told["headline"] = headline(rows, told["runs"])
+    told["headline"]["cost_pct"] = _result("cost")["headline"]["probe_cost_pct"]
     told = {"headline": told["headline"], **told}
     (RESULTS / "settle.json").write_text(json.dumps(plain_json(told)) + "\n")
     (DOCS / "settle.svg").write_text(figure_of(rows))

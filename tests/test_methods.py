@@ -54,12 +54,20 @@ TASK = Task(
 )
 
 
-def bench(optimizer: str) -> Bench:
-    return Bench(TASK, Plan(optimizer, STEPS, 32, 0.01))
+LAYERS = TASK._replace(group_of=lambda name: int(name[0] != "0"), groups=("first", "last"))
 
 
-def make_optimizer(kind: str, net: nn.Module, lr: float) -> torch.optim.Optimizer:
-    decay, groups = methods.DECAY[kind], [{"params": net.parameters(), "name": "all"}]
+def bench(optimizer: str, task: Task = TASK) -> Bench:
+    return Bench(task, Plan(optimizer, STEPS, 32, 0.01))
+
+
+def make_optimizer(
+    kind: str, net: nn.Module, lr: float, task: Task = TASK
+) -> torch.optim.Optimizer:
+    decay, groups = methods.DECAY[kind], []
+    for place, group in enumerate(task.groups):
+        own = [p for name, p in net.named_parameters() if task.group_of(name) == place]
+        groups.append({"params": own, "name": group})
     if kind == "SGD":
         return torch.optim.SGD(groups, lr, momentum=0.9, weight_decay=decay)
     return torch.optim.AdamW(groups, lr, weight_decay=decay)
@@ -94,10 +102,10 @@ def trained(run: Run, ensemble: hdet.StackedReplicas, optimizer: Any, scheduler:
     return float(score(ensemble.consensus()).mean())
 
 
-def by_the_library(kind: str, run: Run, **how: Any) -> float:
+def by_the_library(kind: str, run: Run, task: Task = TASK, **how: Any) -> float:
     net = model(run.seed)
     ensemble = hdet.StackedReplicas(net, methods.N)
-    optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr))
+    optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr, task))
     base = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
     scheduler = hdet.HDET(
         base, model=net, replicas=ensemble, sync_every=methods.SYNC_EVERY, **how, preset="paper"
@@ -124,11 +132,34 @@ def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:
         assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:the scout found no")
+def test_a_row_by_group_is_the_library() -> None:
+    run = Run(0.003, 0)
+    (end,) = methods.by_group(bench("AdamW", LAYERS), [run])
+    how = {"scout": hdet.Scout(), "probe": score, "knobs": [hdet.lr()], "spread": 1 / 9}
+    tracker = hdet.Tracker(relative=True)
+    expected = by_the_library("AdamW", run, LAYERS, **how, controller=tracker, design="orthogonal")
+    first, last = end.notes["moved"]
+    assert first * last == pytest.approx(1.0)
+    assert first != last
+    assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("lr", [0.03, 300.0])
+def test_a_row_that_starts_again_is_the_library(lr: float) -> None:
+    run = Run(lr, 0)
+    (end,) = methods.rescued(bench("SGD"), [run])
+    how: dict[str, Any] = {"scout": "restart", "guard": hdet.Guard(), "probe": score}
+    expected = by_the_library("SGD", run, **how, spread=0.0, controller=None)
+    assert (end.notes["stuck"] is not None) == (lr > 1)
+    assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
+
+
 def test_a_guarded_row_is_the_library() -> None:
-    run = Run(300.0, 0)
-    (end,) = methods.guarded(bench("SGD"), [run])
+    run, watch = Run(300.0, 0), methods.Lookout(hdet.Guard())
+    (end,) = methods.sail(bench("SGD"), methods.legs_of(bench("SGD"), [run]), watch=watch)
     expected = by_the_library("SGD", run, guard=hdet.Guard(), spread=0.0, controller=None)
-    assert end.notes["returns"] > 0
+    assert watch.returns[0] > 0
     assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
 
 

@@ -15,7 +15,7 @@ import hdet
 SOURCE = Path(hdet.__file__).parent
 PURE = [
     "clock", "controller", "course", "design", "fit", "growth", "guard", "history", "scout",
-    "space", "spread", "steering", "tracker", "validation", "verdict",
+    "space", "spread", "steering", "stuck", "tracker", "validation", "verdict",
 ]  # fmt: skip
 
 

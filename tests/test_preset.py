@@ -48,6 +48,12 @@ def test_the_best_is_a_scout_a_guard_and_no_spread() -> None:
     assert choose("best", Given(), total_steps=7, num_replicas=8).sync_every == 1
 
 
+def test_without_a_scout_the_learning_rate_itself_is_tracked() -> None:
+    given = Given(knobs=(hdet.lr(),), scout=None)
+    chosen = choose("best", given, total_steps=3000, num_replicas=8)
+    assert chosen.controller == hdet.Tracker()
+
+
 def test_the_papers_is_what_it_says() -> None:
     chosen = choose("paper", Given(), total_steps=3000, num_replicas=8)
     assert chosen == (1 / 9, 1000, hdet.PaperController(), None, None)
@@ -58,9 +64,9 @@ def test_the_papers_is_what_it_says() -> None:
 )
 def test_who_explores_has_a_controller(given: Given) -> None:
     chosen = choose("best", given, total_steps=3000, num_replicas=8)
-    assert chosen.controller == hdet.Tracker()
-    assert chosen.spread == (given.spread or 1 / 9)
     has_rates = given.knobs is None or isinstance(given.knobs[0], type(hdet.lr()))
+    assert chosen.controller == hdet.Tracker(relative=has_rates)  # the scout finds the rest
+    assert chosen.spread == (given.spread or 1 / 9)
     assert (chosen.scout is not None) == (chosen.guard is not None) == has_rates
 
 

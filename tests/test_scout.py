@@ -285,6 +285,45 @@ def test_luck_is_averaged_out_around_the_choice() -> None:
     assert stdev(choices) < 0.35
 
 
+def test_a_slope_that_all_see_together_is_believed() -> None:
+    """From a run of fine-tuning: each score for itself is chance, their curve is not."""
+    scores = [2.468, 2.419, 2.407, 2.410, 2.374, 2.370, 2.473, 2.338]
+    points = [Point(2.0 ** (place / 2), score, 0.072) for place, score in enumerate(scores)]
+    rough = Verdict(None, 0, "", 100.0, 2.544)
+    assert judge(points, 2.544).factor is None
+    assert refine(points, rough).factor is not None
+    unsure = [point._replace(error=0.15) for point in points]
+    assert refine(unsure, rough).factor is None
+
+
+@pytest.mark.parametrize("num", [6, 8, 16])
+def test_a_curve_through_chance_is_hardly_ever_believed(num: int) -> None:
+    chance = random.Random(0)
+    factors = [16 ** (place / (num - 1)) for place in range(num)]
+    believed = 0
+    for _ in range(500):
+        points = [Point(factor, chance.gauss(2, 0.1), 0.1) for factor in factors]
+        believed += refine(points, Verdict(None, 0, "", None, 2.0)).factor is not None
+    assert believed < 0.1 * 500
+
+
+def test_what_diverges_is_no_excuse_for_itself() -> None:
+    """From a run on feeds: in a round where most diverged all were called noisy, and none lost."""
+    scores = [2.1, 2.06, 2.09, 2.06, 2.03, 1.9, 3.67, 234.0, 6e4, 2e6]
+    errors = [0.05] * 6 + [2e4] * 4
+    points = [Point(10.0**n, *pair) for n, pair in enumerate(zip(scores, errors, strict=True))]
+    assert judge(points, 2.1).edge == 1e6
+
+
+def test_by_losses_every_round_tells_what_it_set_out_from() -> None:
+    """The first losses of a few replicas are chance: those of all rounds are less so."""
+    found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
+    told = iter([2.0, 3.0, 4.0])
+    while not found.is_over:
+        found.tell([Point(f, curve(BEST * f)) for f in found.factors], None, 3 + next(told))
+    assert found.outset == 5.5
+
+
 def test_replicas_that_agree_need_no_larger_learning_rate() -> None:
     alike, noisy = Agreement(1.0, 1.0), Agreement(8.0, 1.0)
     assert grown("auto", "AdamW", 8, alike.noise(8)) == pytest.approx(1.0)

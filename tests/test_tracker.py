@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import hdet
 from hdet.controller import Evidence, Move, ScaleState
 from hdet.fit import Slope
 from hdet.space import Space
+from hdet.steering import Explored, Steering
 
 SPACE = Space("log", 1e-3, 1e3)
 WIDTH = math.log(1.5)
@@ -104,6 +106,43 @@ def test_it_finds_the_optimum_of_a_noisy_parabola() -> None:
                 slope = math.log(state.scale) - 2 + draw.gauss(0, 0.1)
                 state = update(state, Slope(slope, 0.1)).state
             assert abs(math.log(state.scale) - 2) < math.log(1.5)
+
+
+MEMBERS = [((0,), (1,), (2,)), ((0,), (1,), ()), ((0, 1, 2), (), ())]
+"""Three groups; two and another knob; one learning rate for all groups."""
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+def test_groups_move_against_each_other_alone(members: Sequence[tuple[int, ...]]) -> None:
+    """Scores are better the lower the first and the last are, and do not answer to the second."""
+    space = Space("log", 1e-6, 1e6)
+    knobs = [Explored(f"knob{n}", space, 0.2, 1.0, groups) for n, groups in enumerate(members)]
+    chance, pull = random.Random(0), (1.0, 0.0, 1.0)
+    steering = Steering(
+        knobs,
+        num_replicas=8,
+        design="orthogonal",
+        sync_every=1,
+        seed=0,
+        controller=hdet.Tracker(relative=True),
+        total_steps=None,
+    )
+    steering.start_if_due(0, [1.0] * 3)
+    for _ in range(6):
+        steering.fan_out()
+        places = [[math.log(factor) for factor in knob.factors()] for knob in steering.knobs]
+        means = [math.fsum(by * p[r] for by, p in zip(pull, places, strict=True)) for r in range(8)]
+        scores = [[mean + chance.gauss(0, 0.01) for _ in range(8)] for mean in means]
+        steered = steering.steer([None] * 8, range(8), scores=scores)
+        steering.cycle += 1
+    scales = [knob.state.scale for knob in steering.knobs]
+    rates = [scale for scale, groups in zip(scales, members, strict=True) if groups]
+    assert math.prod(rates) == pytest.approx(1.0)
+    assert members[2] or scales[2] < 0.8  # any other knob moves as ever
+    if len(rates) > 1:
+        assert rates[1] > 1.05 > 0.99 > rates[0]
+    told = [move.reason for move, groups in zip(steered.moves, members, strict=True) if groups]
+    assert all("against the other groups" in reason for reason in told)
 
 
 @pytest.mark.parametrize(

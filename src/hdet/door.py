@@ -70,7 +70,9 @@ class Settings:
                 f"'auto', got {self.controller!r}."
             )
         if self.scout is not None and not isinstance(self.scout, Scout):
-            raise TypeError(f"`scout` must be hdet.Scout(), None or 'auto', got {self.scout!r}.")
+            raise TypeError(
+                f"`scout` must be hdet.Scout(), None, 'auto' or 'restart', got {self.scout!r}."
+            )
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise TypeError(f"`guard` must be hdet.Guard(), None or 'auto', got {self.guard!r}.")
         if self.total_steps is not None:

@@ -72,12 +72,14 @@ class Expedition:
 
     def judge(self, call: RollCall, outset: RollCall | None) -> None:
         """What every replica has come to in this round, and what the weights of before score: by
-        losses, what all of them saw together in the first step of the run."""
-        scores = None if outset is None else outset.scores
+        losses, what all of them saw together in the first step of the round."""
+        before = call.first_loss if call.scores is None else None
+        if outset is not None and outset.scores is not None:
+            before = fmean(outset.scores[0])
         self.search.tell(
             points_of(self.search.factors, call.losses, call.errors, call.scores, call.finite),
             self._agreement,
-            call.first_loss if scores is None else fmean(scores[0]),
+            before,
         )
 
     def come_back(self) -> None:

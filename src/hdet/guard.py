@@ -16,6 +16,8 @@ RECENT = 3
 """The level of the loss is the median of so many good cycles."""
 MEMORY = 20
 """So many good cycles tell how much the loss varies from one to the next."""
+BEND = 3
+"""What a loss does between cycles is noise beyond so many differences of it: a curve has none."""
 WILD = 3.0
 """The noise of one cycle counts up to so many times that of the good ones."""
 CONVINCED, ALIKE = 5, 0.25
@@ -67,13 +69,16 @@ class Guard:
     """Takes a run back to its last good weights when its loss spikes, and lowers the scale.
 
     The consensus is judged at the end of every cycle by the mean training loss of its replicas.
-    The data is not repeated: the run goes on with the next batch, at a lower learning rate.
+    The data is not repeated: the run goes on with the next batch. A small spike may be the batches'
+    fault: it lowers the learning rate only if it comes again, a large one at once.
     """
 
     deviations: float = 6.0
     """A spike is so many robust standard deviations above the last good cycles ..."""
+    small: float = 0.1
+    """... and gives back this share of all that was gained so far; ..."""
     share: float = 0.5
-    """... and gives back this share of all that was gained so far."""
+    """... a large one gives back this share."""
     lower: float = 0.5
     """What the scale is multiplied by; twice if the next cycle spikes too, and so on."""
     retries: int = 8
@@ -84,6 +89,7 @@ class Guard:
     def __post_init__(self) -> None:
         check_positive("deviations", self.deviations)
         check_positive("share", self.share)
+        check_range("small", self.small, least=0, below=math.inf)
         check_range("lower", self.lower, least=1e-6, below=1)
         check_integer("retries", self.retries, at_least=1)
         check_flag("offload", self.offload)
@@ -102,6 +108,8 @@ class Watch:
         self.in_a_row = 0
         self._last: float | None = None
         """The loss of the cycle before, if it was not good but finite."""
+        self._spared = 0
+        """How many of them left the scale as it was: the first, if it was small."""
         self._lowered = 1.0
         """What the scale was multiplied by since the last good cycle."""
         self._debt = 1.0
@@ -124,6 +132,8 @@ class Watch:
             return None  # nothing was observed: nothing can be said
         reason = self._reason(loss, error or 0.0)
         if reason is not None and not self._is_the_data(loss):
+            if not self.in_a_row and loss <= self._limit(self._guard.share, error or 0.0):
+                self._spared = 1
             told = self.lost(reason)
             self._last = loss if math.isfinite(loss) else None
             return told
@@ -136,7 +146,7 @@ class Watch:
         self._good = [*self._good, loss][-MEMORY:]
         self._errors = [*self._errors, self._noise() if error is None else error][-RECENT:]
         self._first = loss if self._first is None else self._first
-        self.in_a_row, self._last, self._lowered = 0, None, 1.0
+        self._end_row()
         return None
 
     def _heal(self) -> None:
@@ -155,21 +165,30 @@ class Watch:
     def surrender(self) -> float:
         """The run stops; what its scale is multiplied by to be one step below what it was."""
         raised = self._guard.lower * self.factor() / self._lowered
-        self.in_a_row, self._last, self._lowered = 0, None, 1.0
+        self._end_row()
         return raised
+
+    def _end_row(self) -> None:
+        self.in_a_row, self._spared, self._last, self._lowered = 0, 0, None, 1.0
 
     def _reason(self, loss: float, error: float) -> str | None:
         if not math.isfinite(loss):
             return f"loss is {loss}"
         if self._first is None:
             return None
-        level = self._level()
-        gained = max(self._first - min(self._good, default=self._first), 0.0)
-        noise = self._guard.deviations * self._deviation(error)
-        limit = level + max(noise, self._guard.share * gained)
-        if loss <= limit or (not gained and loss <= level + abs(level) * self._guard.share):
+        limit = self._limit(self._guard.small, error)
+        if loss <= limit:
             return None
-        return f"loss {loss:.4g} after {level:.4g}, above {limit:.4g}"
+        return f"loss {loss:.4g} after {self._level():.4g}, above {limit:.4g}"
+
+    def _limit(self, share: float, error: float) -> float:
+        """What a loss may rise to, if it gives back no more than this share of what was gained."""
+        assert self._first is not None
+        level, gained = self._level(), self._first - min(self._good, default=self._first)
+        noise = self._guard.deviations * self._deviation(error)
+        if gained <= 0:  # nothing to give back: the loss itself is the measure
+            return level + max(noise, self._guard.share * abs(level))
+        return level + max(noise, share * gained)
 
     def _level(self) -> float:
         """What a good cycle would have now; a loss that rises steadily goes on rising."""
@@ -187,11 +206,14 @@ class Watch:
         return abs(loss - self._last) <= ALIKE * abs(self._last - self._level())
 
     def _deviation(self, error: float) -> float:
-        """How far a cycle lies from the line between its neighbours: the fall is no noise. Or what
-        the losses within a cycle tell of it, in this one within reason: a spike varies much."""
-        triples = zip(self._good, self._good[1:], self._good[2:], strict=False)
-        misses = [abs(b - (a + c) / 2) for a, b, c in triples]
-        between = 1.4826 * median(misses) / math.sqrt(1.5) if misses else 0.0
+        """By how far a cycle lies from a curve through its neighbours: a fall that slows down is no
+        noise. Or what the losses within a cycle tell of it, in this one within reason: a spike
+        varies much."""
+        bends = self._good
+        for _ in range(BEND):
+            bends = [b - a for a, b in pairwise(bends)]
+        scale = math.sqrt(math.comb(2 * BEND, BEND))  # of such a difference, if all is noise
+        between = 1.4826 * median(map(abs, bends)) / scale if bends else 0.0
         return max(between, self._noise(), min(error, WILD * self._noise()))
 
     def _noise(self) -> float:
@@ -201,7 +223,7 @@ class Watch:
 
     def factor(self) -> float:
         """What the scale is multiplied by now."""
-        return float(self._guard.lower**self.in_a_row)
+        return float(self._guard.lower ** (self.in_a_row - self._spared))
 
     @property
     def gives_up(self) -> bool:
@@ -214,6 +236,7 @@ class Watch:
             "first": self._first,
             "first_error": self._first_error,
             "in_a_row": self.in_a_row,
+            "spared": self._spared,
             "last": self._last,
             "lowered": self._lowered,
             "debt": self._debt,
@@ -221,7 +244,7 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._good, self._first = list(state["good"]), state["first"]
-        self.in_a_row = state["in_a_row"]
+        self.in_a_row, self._spared = state["in_a_row"], state.get("spared", 0)
         self._errors = list(state.get("errors", []))
         self._first_error = state.get("first_error", 0.0)
         self._last, self._lowered = state.get("last"), state.get("lowered", 1.0)

@@ -29,6 +29,10 @@ class LossSignal:
         self._weight = 0.0
         self.num_observed = 0
 
+    def set_out(self) -> None:
+        """All replicas stand where they once began: the next loss is a first one again."""
+        self._first = None
+
     def add(self, loss: Any, weight: float) -> None:
         """One loss for each local replica. No value is read back: the device never waits."""
         if not (math.isfinite(weight) and weight > 0):
@@ -54,7 +58,7 @@ class LossSignal:
         self.num_observed += 1
 
     def first(self) -> Tensor:
-        """The first loss of the run, for each local replica: that of the weights it began with."""
+        """The first loss, for each local replica: that of the weights it has set out with."""
         if self._first is None:
             return torch.full((self._num_local,), math.nan, dtype=torch.float64)
         return self._first

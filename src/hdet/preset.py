@@ -16,6 +16,7 @@ from hdet.tracker import Tracker
 from hdet.validation import check_choice, check_integer
 
 Auto = Literal["auto"]
+Restart = Literal["restart"]
 PRESETS = ("best", "paper")
 SPREAD, SYNC_EVERY = 1 / 9, 1000
 """Those of the paper."""
@@ -31,7 +32,7 @@ class Given(NamedTuple):
     spread: float | None = None
     sync_every: int | None = None
     controller: Controller | Auto | None = "auto"
-    scout: Scout | Auto | None = "auto"
+    scout: Scout | Auto | Restart | None = "auto"
     guard: Guard | Auto | None = "auto"
     knobs: Sequence[Any] | None = None
 
@@ -53,6 +54,8 @@ def choose(preset: str, given: Given, *, total_steps: int | None, num_replicas: 
     1000
     """
     check_choice("preset", preset, PRESETS)
+    if isinstance(given.scout, str):
+        check_choice("scout", given.scout, ("auto", "restart"))
     if total_steps is not None:
         check_integer("total_steps", total_steps, at_least=1)
     usual = Chosen(SPREAD, SYNC_EVERY, PaperController(), None, None)
@@ -64,7 +67,9 @@ def choose(preset: str, given: Given, *, total_steps: int | None, num_replicas: 
         usual.spread if given.spread is None else given.spread,
         usual.sync_every if given.sync_every is None else given.sync_every,
         usual.controller if given.controller == "auto" else given.controller,
-        usual.scout if given.scout == "auto" else given.scout,
+        {"auto": usual.scout, "restart": Scout(restart=True)}[given.scout]
+        if isinstance(given.scout, str)
+        else given.scout,
         usual.guard if given.guard == "auto" else given.guard,
     )
 
@@ -77,7 +82,7 @@ def _best(given: Given, total_steps: int | None) -> Chosen:
     return Chosen(
         SPREAD if explores else 0.0,
         SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // CYCLES), 1),
-        Tracker() if explores else None,
+        Tracker(relative=rates and given.scout is not None) if explores else None,
         Scout() if rates else None,
         Guard(offload=True) if rates else None,
     )

@@ -31,7 +31,7 @@ class RollCall(NamedTuple):
     states_match: bool
     """Whether the optimizer states have the same size everywhere, so that they can be averaged."""
     first_loss: float | None = None
-    """The mean loss of the very first step; none if it was not finite."""
+    """The mean loss of the first step; none if it was not finite."""
     first_error: float = 0.0
     """Its standard error, by how far replicas lie apart."""
     scores: list[list[float]] | None = None

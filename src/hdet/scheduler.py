@@ -35,14 +35,16 @@ from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
-from hdet.preset import Auto, Given, choose, scout_problem
+from hdet.preset import Auto, Given, Restart, choose, scout_problem
 from hdet.probe import Probe, as_probe, score_replicas
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.scout import NOTHING_FOUND, Scout
+from hdet.scout import NOTHING_FOUND, Beginning, Scout
+from hdet.second_start import SecondStart
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
+from hdet.stuck import is_far
 from hdet.validation import number_of
 
 
@@ -68,7 +70,7 @@ class HDET(LRScheduler):
         sync_every: int | None = None,
         knobs: Sequence[Any] | None = None,
         probe: Probe | Callable[[Any], Any] | None = None,
-        scout: Scout | Auto | None = "auto",
+        scout: Scout | Auto | Restart | None = "auto",
         guard: Guard | Auto | None = "auto",
         controller: Controller | Auto | None = "auto",
         design: Literal["orthogonal", "latin", "permutation"] | None = None,
@@ -261,12 +263,23 @@ class HDET(LRScheduler):
                 "replica. Call `converge()` on all replicas before saving.",
                 stacklevel=2,
             )
+        if self._expedition is None:
+            return self._counted()
+        return {**self._counted(), "search": self._expedition.search.state_dict()}
+
+    def _counted(self) -> dict[str, Any]:
+        """Whatever is counted outside a scout."""
         steering = {**self._steering.state_dict(), **self._clock.state_dict()}
         if self._refuge is not None:
             steering["guard"] = self._refuge.watch.state_dict()
-        if self._expedition is not None:
-            steering["search"] = self._expedition.search.state_dict()
         return state.saved(self.last_epoch, self._settings, self._base, steering)
+
+    def _count_from(self, told: dict[str, Any]) -> None:
+        """The same as it was then, but for the step: the run goes on."""
+        self._clock.load_state_dict(told)
+        self._base.load_state_dict(told["base"], self._clock.base_step)
+        self._steering.load_state_dict(told)
+        self._seek_refuge(told.get("guard"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state of hdet, or of the plain base schedule."""
@@ -277,10 +290,7 @@ class HDET(LRScheduler):
         names = [knob.name for knob in self._steering.knobs]
         state.check(told, self._settings, self._base, names)
         self.last_epoch = told["step"]
-        self._clock.load_state_dict(told)
-        self._base.load_state_dict(told["base"], self._clock.base_step)
-        self._steering.load_state_dict(told)
-        self._seek_refuge(told.get("guard"))
+        self._count_from(told)
         if any(told[key] != value for key, value in state.length_of(self._settings).items()):
             self._steering.closed = False
             self._steering.set_decays(self.last_epoch)
@@ -378,6 +388,7 @@ class HDET(LRScheduler):
         self._warned: set[str] = set()
         self._expedition: Expedition | None = None
         self._refuge: Refuge | None = None
+        self._second_start: SecondStart | None = None
         self._clock = Clock(self._base.step, self._settings.total_steps)
         self._steering = self._new_steering()
         probe = self._settings.probe
@@ -436,15 +447,28 @@ class HDET(LRScheduler):
         scout = self._settings.scout
         if self._expedition is not None:
             self._end_scout(self._expedition)
+        self._forget_first_weights()
         if scout is None or self._model is None or (self.last_epoch > 0 and told is None):
             return
         if self._replicas.size == 1:
             self._warn_once("scout", "`scout` needs several replicas: the learning rate is kept.")
             return
+        if scout.restart and told is None:
+            self._second_start = SecondStart(
+                self.optimizer, self._model, self._parameters, self._counted
+            )
+            return
+        expedition = self._explore(scout, self._model)
+        if told is not None:
+            expedition.search.load_state_dict(told)
+            if expedition.search.is_over:
+                self._conclude(expedition)
+
+    def _explore(self, scout: Scout, model: nn.Module) -> Expedition:
         self._expedition = Expedition(
             scout,
             self.optimizer,
-            self._model,
+            model,
             self._parameters,
             self._replicas,
             self._settings.total_steps,
@@ -452,10 +476,7 @@ class HDET(LRScheduler):
             shared=self._settings.gradients == "shared",
         )
         self._steering.rest()
-        if told is not None:
-            self._expedition.search.load_state_dict(told)
-            if self._expedition.search.is_over:
-                self._conclude(self._expedition)
+        return self._expedition
 
     def _scout_step(self, expedition: Expedition) -> None:
         self.last_epoch += 1
@@ -483,6 +504,7 @@ class HDET(LRScheduler):
             self._end_scout(expedition)
             raise
         expedition.come_back()
+        self._signal.set_out()
         self._begin_anew(cut_short=True)
         self._conclude(expedition)
 
@@ -509,11 +531,45 @@ class HDET(LRScheduler):
                     f"the scout found no learning rate to prefer ({search.reason}): it begins with "
                     f"{begin.factor:.3g} times the given one. A `probe=` tells more than losses.",
                 )
+            begin = self._begin_or_return(begin)
             self._steering.rescale(begin.factor)
             self._clock.scouted(self.last_epoch)
             self._end_scout(expedition)
         peaks = dict(zip(self._base.names, self._base.peaks, strict=True))
         self._write_record(scout_line(self.last_epoch, search, peaks, begin))
+
+    def _start_again(self, second: SecondStart, reason: str, *, for_good: bool) -> None:
+        """The run is stuck: scout from its first weights, and see whether its learning rate is the
+        fault. With `for_good` there is nothing to come back to."""
+        scout = self._settings.scout
+        assert scout is not None
+        assert self._model is not None
+        self._count_from(second.go_back(for_good=for_good))
+        self._course.clear()
+        self._signal.set_out()
+        self._begin_anew(cut_short=True)
+        self._write_record(self._guard_line(f"{reason}: scouting from the first weights", 0, None))
+        self._explore(scout, self._model)
+
+    def _begin_or_return(self, begin: Beginning) -> Beginning:
+        """A scout of a run that was stuck: only what is far from the given one is a reason to start
+        again."""
+        second = self._second_start
+        if second is None:
+            return begin
+        is_fault = is_far(begin.factor) and begin.why != NOTHING_FOUND
+        if second.can_return and not is_fault:
+            self._count_from(second.return_())
+            begin = Beginning(1.0, f"{begin.factor:.3g} is no reason to start again")
+        else:
+            self._seek_refuge()
+        self._forget_first_weights()
+        return begin
+
+    def _forget_first_weights(self) -> None:
+        if self._second_start is not None:
+            self._second_start.close()
+        self._second_start = None
 
     def _mean_share(self) -> float | None:
         """Of the base schedule; none unless all processes agree, who may not all know it."""
@@ -543,6 +599,14 @@ class HDET(LRScheduler):
         self._check_scores(call)
         if self._steering.cycle == 0:
             self._hands.check_read(self.last_epoch)
+        second = self._second_start
+        if second is not None:
+            loss, error = self._mean_loss(call)
+            second.stuck.begin(call.first_loss, call.first_error)
+            if reason := second.stuck.reason(loss, error):
+                is_sound = loss is not None and math.isfinite(loss)
+                self._start_again(second, reason, for_good=not is_sound)
+                return
         if self._refuge is not None and (reason := self._spike(self._refuge, call)):
             self._go_back(self._refuge, reason)
             return
@@ -695,14 +759,21 @@ class HDET(LRScheduler):
     def _spike(self, refuge: Refuge, call: RollCall) -> str | None:
         """Why the consensus is not good, if it is not: before it is made, nothing is harmed."""
         refuge.watch.begin(call.first_loss, call.first_error)
+        loss, error = self._mean_loss(call)
+        if loss is not None and math.isnan(loss):
+            return refuge.watch.lost("no replica has finite weights and a finite loss")
+        return refuge.watch.spiked(loss, error)
+
+    def _mean_loss(self, call: RollCall) -> tuple[float | None, float | None]:
+        """Of the replicas that are fit, with its standard error; not a number if none is."""
         try:
             fit = triage(call.losses, call.finite, step=self.last_epoch).fit
         except ReplicasLost:
-            return refuge.watch.lost("no replica has finite weights and a finite loss")
+            return math.nan, None
         losses = [loss for r in fit if (loss := call.losses[r]) is not None]
         errors = [error for r in fit if (error := call.errors[r]) is not None]
         error = math.hypot(*errors) / len(errors) if len(errors) == len(fit) else None
-        return refuge.watch.spiked(fmean(losses) if losses else None, error)
+        return fmean(losses) if losses else None, error
 
     def _go_back(self, refuge: Refuge, reason: str) -> None:
         """To the last good weights, with a lower scale; the schedule and the data go on."""

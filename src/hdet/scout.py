@@ -55,6 +55,9 @@ class Scout:
     replicas or its root; or ("auto") the more, the less the gradients of the replicas agree."""
     rewind: bool = True
     """Whether the run begins with the weights of before, or with those of the best replica."""
+    restart: bool = False
+    """Whether it waits until the run turns out to be stuck in its first cycles, and then starts it
+    again from its first weights if another learning rate is far better."""
 
     def __post_init__(self) -> None:
         check_range("decades", self.decades, least=0.5, below=12.0001)
@@ -63,6 +66,7 @@ class Scout:
             check_integer("steps", self.steps, at_least=FEWEST_STEPS)
         check_choice("batch_rule", self.batch_rule, ("auto", "sqrt", "linear", "none"))
         check_flag("rewind", self.rewind)
+        check_flag("restart", self.restart)
 
 
 class Grid(NamedTuple):
@@ -178,8 +182,8 @@ class Search:
         """The steps that were used before it was made."""
         self._close: list[Point] = []
         self._agreements: list[Agreement] = []
-        self.outset: float | None = None
-        """What the weights score that everyone set out from."""
+        self._outsets: list[float] = []
+        """What the weights score that everyone set out from: by losses, in every round anew."""
 
     def _budget_of(self, scout: Scout, total_steps: int | None) -> float:
         """So many steps at most; a run that has no room for one sweep is refused."""
@@ -225,6 +229,11 @@ class Search:
         return Window(self._centre, self._num_replicas)
 
     @property
+    def outset(self) -> float | None:
+        """What the weights score that everyone set out from."""
+        return fmean(self._outsets) if self._outsets else None
+
+    @property
     def points(self) -> list[Point]:
         """What was seen over the whole range."""
         return sorted(self._seen.values())
@@ -241,8 +250,8 @@ class Search:
         outset: float | None = None,
     ) -> None:
         """What a round has shown, in the order of the replicas."""
-        if self.outset is None and outset is not None and abs(outset) < HUGE:
-            self.outset = outset
+        if outset is not None and abs(outset) < HUGE:
+            self._outsets.append(outset)
         self.used += self.num_steps
         self.last_factors = self.factors
         if agreement is not None:
@@ -399,7 +408,7 @@ class Search:
             "coarse": self._coarse,
             "close": [list(point) for point in self._close],
             "agreements": [list(agreement) for agreement in self._agreements],
-            "outset": self.outset,
+            "outsets": list(self._outsets),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -416,6 +425,6 @@ class Search:
             self._coarse = state.get("coarse", 0)
             self._close = [Point(*point) for point in state.get("close", [])]
             self._agreements = [Agreement(*pair) for pair in state.get("agreements", [])]
-            self.outset = state.get("outset")
+            self._outsets = list(state.get("outsets", []))
         if self._rough is not None and self._fine_steps() < FEWEST_STEPS:
             self._end(self._rough, "the run has become too short to look closely")

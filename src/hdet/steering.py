@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hdet.controller import Controller, Evidence, Move, ScaleState, coast, decay_rate
+from hdet.controller import (
+    Controller,
+    Evidence,
+    Move,
+    ScaleState,
+    coast,
+    decay_rate,
+    direction,
+)
 from hdet.design import levels
 from hdet.fit import Felt, Noise, Slope
 from hdet.fit import fit as joint_fit
@@ -242,10 +250,12 @@ class Steering:
             pause = "fewer than two replicas with a finite score"
         moves = []
         for knob, slope in zip(self.knobs, slopes, strict=True):
-            move = self._move(knob, slope, shown, errors, pause)
-            moves.append(move)
-            knob.state = move.state
+            moves.append(self._move(knob, slope, shown, errors, pause))
             knob.feel(slope)
+        if getattr(self._controller, "relative", False):
+            moves = self._against_each_other(moves)
+        for knob, move in zip(self.knobs, moves, strict=True):
+            knob.state = move.state
         weights = None
         if self._controller is not None and pause is None:
             weights = self._controller.weigh([fmean(row) for row in shown.values()])
@@ -292,6 +302,24 @@ class Steering:
                 slope,
             ),
         )
+
+    def _against_each_other(self, moves: Sequence[Move]) -> list[Move]:
+        """The same without what the learning rates of all groups have in common."""
+        rates = [place for place, knob in enumerate(self.knobs) if knob.about.members]
+        told = list(moves)
+        steps = [math.log(moves[p].state.scale / self.knobs[p].state.scale) for p in rates]
+        if not any(steps):
+            return told
+        common = math.exp(-fmean(steps))
+        for place in rates:
+            state, space = moves[place].state, self.knobs[place].about.space
+            scale = space.clamped(state.scale * common)
+            told[place] = moves[place]._replace(
+                state=state._replace(scale=scale),
+                decision=direction(scale, self.knobs[place].state.scale),
+                reason=f"{moves[place].reason}, against the other groups",
+            )
+        return told
 
     def rest(self) -> None:
         """All replicas in the centre of every spread."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdet.controller import Evidence, Move, ScaleState, coast, direction
-from hdet.validation import check_integer, check_positive, check_range
+from hdet.validation import check_flag, check_integer, check_positive, check_range
 
 # A direction that is confirmed makes the next move longer, one that is reversed makes it shorter.
 LONGER, SHORTER = 1.2, 0.5
@@ -35,6 +35,9 @@ class Tracker:
     """The longest move of a cycle, in units of the knob's spread."""
     cooldown: float = 0.1
     """The last share of a run, of known length, in which all replicas use what was found."""
+    relative: bool = False
+    """Whether the learning rates of groups move against each other alone, and leave their mean to a
+    scout: what is better at once is lower for all of them (docs/settle.md), higher for some."""
 
     def __post_init__(self) -> None:
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
@@ -42,6 +45,7 @@ class Tracker:
         check_range("threshold", self.threshold, least=0, below=math.inf)
         check_positive("trust", self.trust)
         check_range("cooldown", self.cooldown, least=0, below=1)
+        check_flag("relative", self.relative)
 
     def weigh(self, losses: Sequence[float]) -> None:
         """It looks at slopes, not at replicas."""

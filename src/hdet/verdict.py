@@ -24,6 +24,11 @@ BLAST = 20.0
 gained, or twice as high: what comes first."""
 FAINT = 2.5
 """Differences of fewer standard errors than this say nothing."""
+WILD = 3.0
+"""What gains nothing may be so many times as noisy as what does: beyond, that is no excuse."""
+CLEAR = 2.2
+"""A parabola that is nothing but chance is hardly ever anywhere so many standard errors below a
+reference."""
 HUGE = 1e300
 """Scores beyond it count as not finite."""
 NEARLY_BEST = "the lowest that gains nearly as much as the best"
@@ -160,7 +165,7 @@ def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
     edge = min(filter(None, [rough.edge, broken, lost]), default=None)
     sound = [point for point in sound if lost is None or point.factor < lost]
     smooth = _smoothed(sound)
-    if not smooth or not _gains(smooth, rough.reference):
+    if not _sinks(smooth, rough.reference):
         # These rounds have shown nothing, but perhaps what is lost in longer ones.
         kept = None if rough.factor is None else away_from(edge, rough.factor)
         return rough._replace(factor=kept, edge=edge)
@@ -220,18 +225,25 @@ def _is_alone(points: Sequence[Point], place: int) -> bool:
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """A parabola through the scores, by least squares: every replica has its own luck."""
+    """A parabola through the scores, by least squares: every replica has its own luck, and a curve
+    through all of them has less, the least in its middle."""
     if len(points) < 4:
         return list(points)
+    noise = median(point.error for point in points)
     places = [math.log(point.factor) for point in points]
     basis = [[1.0] * len(points)]
     for power in (1, 2):
         basis.append(without([place**power for place in places], basis))
     scores = [_score(point) for point in points]
     misses = without(scores, basis)
+    lengths = [sum(entry**2 for entry in vector) for vector in basis]
+    shares = [
+        sum(entry**2 / length for entry, length in zip(entries, lengths, strict=True))
+        for entries in zip(*basis, strict=True)
+    ]
     return [
-        point._replace(score=score - miss)
-        for point, score, miss in zip(points, scores, misses, strict=True)
+        Point(point.factor, score - miss, noise * math.sqrt(share))
+        for point, score, miss, share in zip(points, scores, misses, shares, strict=True)
     ]
 
 
@@ -258,6 +270,11 @@ def _gains(points: Sequence[Point], reference: float) -> bool:
     return reference - min(map(_score, points)) > most * noise
 
 
+def _sinks(curve: Sequence[Point], reference: float) -> bool:
+    """The same for a curve: its points are not so many chances, and differ in how sure they are."""
+    return any(reference - _score(point) > CLEAR * point.error for point in curve)
+
+
 def _worsens(points: Sequence[Point], reference: float) -> bool:
     """Whether even the best is worse than a reference, beyond doubt."""
     noise = median(point.error for point in points)
@@ -271,7 +288,9 @@ def _edge(points: Sequence[Point], reference: float) -> float | None:
     """
     sound, broken = _sound(points)
     limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
-    lost = [_score(point) > limit + FAINT * point.error for point in sound]
+    calm = [point.error for point in sound if _score(point) <= reference]
+    excuse = WILD * median(calm) if calm else math.inf  # what diverges is noisy
+    lost = [_score(point) > limit + FAINT * min(point.error, excuse) for point in sound]
     lost += [True] * (broken is not None)
     for place, point in enumerate(sound):
         above = lost[place + 1 : place + 3]

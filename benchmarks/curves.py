@@ -1,0 +1,95 @@
+"""How far a run ends behind the best of a grid, by how long it is and by how many replicas it has.
+
+    python -m benchmarks.curves [--data FOLDER] [--out FILE] [--minutes 8]
+
+The small language model of the settling benchmark in runs of 1000, 4000 and 16000 steps with eight
+replicas, and in runs of 1000 steps with 2, 4 and 16: hdet with a probe from a hundredth of the best
+learning rate, from it and from a hundred times it. The samples of a step are the same for all.
+What is known is written as it comes; the same command goes on from there.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from benchmarks import methods
+from benchmarks.methods import Bench, Run, plain, with_scout
+from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
+
+CASES = [(1000, 8), (1000, 2), (1000, 4), (1000, 16), (4000, 8), (16000, 8)]
+STARTS, SEEDS, SELECTION = (0.01, 1.0, 100.0), (0, 1, 2), (100, 101)
+GRID = [2.0**place for place in range(-4, 4)]
+
+
+def best_lr(bench: Bench) -> float:
+    lrs = [bench.plan.middle * factor for factor in GRID]
+    ended = plain(bench, [Run(lr, seed) for lr in lrs for seed in SELECTION])
+    num = len(SELECTION)
+    losses = [
+        fmean(end.live["loss"] or math.inf for end in ended[at : at + num])
+        for at in range(0, len(ended), num)
+    ]
+    return lrs[min(range(len(lrs)), key=losses.__getitem__)]
+
+
+def regrets(bench: Bench, best: float) -> dict[str, list[float]]:
+    reference = [float(end.live["loss"] or math.nan) for end in _plain_at(bench, best)]
+    runs = [Run(best * start, seed) for start in STARTS for seed in SEEDS]
+    losses = [end.live["loss"] or math.inf for end in with_scout(bench, runs)]
+    num = len(SEEDS)
+    return {
+        f"x{start:g}": [
+            100 * (loss / base - 1)
+            for loss, base in zip(losses[at * num : (at + 1) * num], reference, strict=True)
+        ]
+        for at, start in enumerate(STARTS)
+    }
+
+
+def _plain_at(bench: Bench, lr: float) -> list[methods.Ended]:
+    return plain(bench, [Run(lr, seed) for seed in SEEDS])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--out", type=Path, default=RESULTS / "curves.json")
+    options = parser.parse_args()
+    known: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    cases = known.get("cases", {})
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    entry = ENTRIES["language, AdamW"]
+    lrs = {case["steps"]: case["best"] for case in cases.values()}
+    begun = time.perf_counter()
+    for steps, num in CASES:
+        name = f"{steps} steps, {num} replicas"
+        if name in cases or time.perf_counter() - begun > 60 * options.minutes:
+            continue
+        plan = entry.quick._replace(steps=steps)
+        task = entry.make(plan, options.data and Path(options.data), device)
+        bench = Bench(task, plan, entry.half and on_gpu, on_gpu)
+        methods.N, methods.SYNC_EVERY = num, max(steps // 30, 1)
+        best = lrs.setdefault(steps, 0.0) or best_lr(bench)
+        lrs[steps] = best
+        found = regrets(bench, best)
+        cases[name] = {"steps": steps, "replicas": num, "best": best, "regret_pct": found}
+        middle = median(value for values in found.values() for value in values)
+        cases[name]["median_regret_pct"] = middle
+        print(f"{name}: {middle:.2f} % at {best:g}  {found}", flush=True)
+        told = {"headline": {key: case["median_regret_pct"] for key, case in cases.items()}}
+        options.out.write_text(
+            json.dumps(plain_json({**told, "cases": cases, **made_with()})) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A run that is stuck from its beginning starts again with another learning rate."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from hdet.stuck import EARLY, Stuck
+from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
+
+N, S, SYNC = 4, 400, 20
+GOOD, WILD = 0.03, 300.0
+HELD = batch(10**6, 0)
+RESTART = hdet.Scout(restart=True, share=0.1)  # short runs
+
+
+def stuck_after(losses: list[float], error: float | None, first: float) -> int | None:
+    """The number of cycles after which a run is found to be stuck."""
+    watch = Stuck()
+    watch.begin(first)
+    found = (n for n, loss in enumerate(losses, start=1) if watch.reason(loss, error))
+    return next(found, None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "error", "first", "after"),
+    [  # from runs at ten times the largest stable learning rate
+        ([3.745, 3.593, 3.63, 3.617, 3.617], 0.01, 5.5, 3),
+        ([0.689, 0.828, 0.926], 0.02, 1.52, 2),
+        ([2.35, 2.61, 2.536], 0.02, 2.42, 2),
+        ([5.77, 3.3], 0.1, 1.4, 1),
+        ([2.0, math.nan], None, 3.0, 2),
+        ([2.0, 2.0, 2.0], None, 3.0, 3),
+    ],
+)
+def test_a_loss_that_falls_no_more_is_stuck(
+    losses: list[float], error: float | None, first: float, after: int
+) -> None:
+    assert stuck_after(losses, error, first) == after
+
+
+@pytest.mark.parametrize(
+    ("losses", "error"),
+    [
+        ([4.64, 3.71, 3.11, 2.91, 2.76, 2.68, 2.6], 0.02),
+        ([2.0, 2.01, 1.9, 1.92, 1.8], 0.05),  # within the noise, and not twice running
+        ([*(3 - n / 10 for n in range(EARLY)), 9.0], 0.01),  # too late to start again
+    ],
+)
+def test_one_that_falls_is_not(losses: list[float], error: float) -> None:
+    assert stuck_after(losses, error, 5.0) is None
+
+
+def test_without_losses_nothing_is_said() -> None:
+    watch = Stuck()
+    watch.begin(None)
+    assert watch.reason(None, None) is None
+
+
+def score(model: Any) -> Tensor:
+    return (model(HELD) - HELD.flip(1)).square().mean(1)
+
+
+class Run(SmallRun):
+    def __init__(self, engine: str, rank: int = 0, lr: float = WILD, **options: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+        def base(optimizer: Any) -> OneCycleLR:
+            return OneCycleLR(optimizer, lr, total_steps=S)
+
+        settings = {"scout": RESTART, "guard": hdet.Guard(), "sync_every": SYNC, "probe": score}
+        settings |= {"controller": None, "spread": 0.0}
+        super().__init__(engine, rank, N, model, optimizer, base, **{**settings, **options})
+
+    def go(self, steps: int) -> "Run":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def weights(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.modules()[0].parameters()).detach().clone()
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            return float(loss_of(self.modules()[0], HELD))
+
+
+def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    told = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [line for line in told if line["event"] == event]
+
+
+def ended(rank: int, engine: str, folder: Path | None = None) -> Tensor:
+    return Run(engine, rank, record=folder).go(S).weights()
+
+
+def test_a_run_that_is_stuck_starts_again_on_both_engines(
+    processes: Processes, tmp_path: Path
+) -> None:
+    alone = ended(0, "stacked", tmp_path)
+    (guard,) = [line for line in lines(tmp_path, "guard") if "scouting" in line["reason"]]
+    assert guard["back_to"] == 0
+    assert guard["step"] <= 3 * SYNC
+    found = lines(tmp_path, "scout")[-1]
+    assert WILD * found["factor"] < 10 * GOOD
+    assert found["step"] > guard["step"]
+    for answer in processes(N, ended, "processes"):
+        torch.testing.assert_close(answer, alone, rtol=1e-8, atol=1e-10)
+
+
+def test_it_ends_where_a_good_learning_rate_does() -> None:
+    saved, good = Run("stacked").go(S), Run("stacked", lr=GOOD, scout=None).go(S)
+    lost = Run("stacked", scout=None, guard=None)
+    with pytest.raises(hdet.ReplicasLost):
+        lost.go(S)
+    assert saved.loss() < 1.5 * good.loss()
+    assert saved.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-3)  # its schedule has ended
+
+
+def test_a_run_that_gets_on_is_the_run_without_it() -> None:
+    waiting, plain = Run("stacked", lr=GOOD, scout="restart"), Run("stacked", lr=GOOD, scout=None)
+    assert torch.equal(waiting.go(S).weights(), plain.go(S).weights())
+
+
+def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Nothing can be learnt any more at the learning rate of the scout either."""
+    run = Run("stacked", lr=GOOD, record=tmp_path, guard=None)
+    run.go(3 * SYNC)
+    before, scale = run.weights(), run.scheduler.get_knobs()
+    second = run.scheduler._second_start
+    assert second is not None
+    run.scheduler._start_again(second, "by hand", for_good=False)
+    for _ in range(S):
+        if run.scheduler.is_scouting:
+            run.step()
+    assert torch.equal(run.weights(), before)
+    assert run.scheduler.get_knobs() == scale
+    assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
+    run.go(S - run.scheduler.last_epoch)
+    assert run.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-5)
+
+
+def test_it_can_be_resumed_in_the_middle_of_its_scout() -> None:
+    run = Run("stacked")
+    while not run.scheduler.is_scouting:
+        run.step()
+    run.go(1)
+    run.scheduler.converge()
+    told, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
+    other = Run("stacked")
+    for module in other.modules():
+        module.load_state_dict(weights)
+    other.scheduler.load_state_dict(told)
+    assert other.scheduler.is_scouting
+    other.go(S - other.scheduler.last_epoch)
+    assert other.loss() < 0.5
+
+
+def test_a_resumed_run_has_no_first_weights_to_go_back_to() -> None:
+    run = Run("stacked", lr=GOOD).go(SYNC)
+    run.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert run.scheduler._second_start is None
+
+
+def test_one_replica_says_that_it_cannot() -> None:
+    with pytest.warns(UserWarning, match="needs several replicas"):
+        Run("one", lr=GOOD)
+
+
+@pytest.mark.parametrize("scout", ["again", 3])
+def test_bad_input_is_refused(scout: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="scout"):
+        Run("stacked", scout=scout)
