@@ -353,7 +353,7 @@ def main() -> None:
     settings = Settings(options.quick, folder)
     if options.quick:
         settings = settings._replace(
-            starts=(1e-3, 0.1, 1.0, 10.0, 1000.0),
+            starts=(1e-3, 1.0, 1000.0),
             few_starts=(1e-2, 1.0),
             seeds=(0,),
             fresh=(0,),

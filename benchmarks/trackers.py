@@ -8,7 +8,7 @@ share gradients inside only: a high one and a low one (or eight, for one learnin
 Then all train together for as long. What a judge makes of the arms moves the learning rate:
 
 - central: the loss on both sides of the running average of all weights, along what the high arm
-  has that the low one has not (F9c; METHOD.md): not greedy.
+  has that the low one has not: not greedy.
 - live: the loss of the arms themselves: greedy.
 - flipped, random, up: the central judge's opposite, a coin, and always up: placebos.
 - frozen: arms, but nothing moves: what the arms cost.

@@ -44,14 +44,16 @@ def score(model: Any) -> Tensor:
 class Run(SmallRun):
     """With what it was before the scout."""
 
-    def __init__(self, engine: str, rank: int = 0, total: int = S, **options: Any) -> None:
+    def __init__(
+        self, engine: str, rank: int = 0, total: int = S, base_lr: float = LR, **options: Any
+    ) -> None:
         settings = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "sync_every": 10}
         settings |= {"controller": None, "spread": 0.0}
         model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=base_lr)
 
         def base(optimizer: Any) -> OneCycleLR:
-            return OneCycleLR(optimizer, LR, total_steps=total)
+            return OneCycleLR(optimizer, base_lr, total_steps=total)
 
         super().__init__(engine, rank, N, model, optimizer, base, **{**settings, **options})
 
@@ -466,7 +468,7 @@ def test_where_everything_blows_up_the_weights_are_not_lost() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\), None or 'auto', got 4"):
+    with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\), None, 'auto' or .* 4"):
         Run("stacked", scout=4)
     with pytest.raises(ValueError, match=r"`scout` needs hdet\.lr"):
         Run("stacked", knobs=[hdet.weight_decay()])
@@ -484,3 +486,54 @@ def test_bad_input_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="must be None under ReduceLROnPlateau"):
         hdet.HDET(ReduceLROnPlateau(optimizer), model=model, scout=SCOUT, preset="paper")
+
+
+def looked_again(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any]:
+    """A run whose learning rate is a thousand times too low until somebody asks."""
+    run = Run(engine, rank, 600, scout=None, record=folder, base_lr=LR / 1000, guard=hdet.Guard())
+    run.go(205)
+    run.scheduler.scout_again(hdet.Scout(share=0.2))
+    before = run.vectors()
+    assert run.scheduler.is_scouting
+    for _ in range(100):
+        if run.scheduler.is_scouting:
+            run.step()
+    back = all(map(torch.equal, run.vectors(), before))
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    run.go(600 - run.scheduler.last_epoch)
+    return {"back": back, "scale": scale, "end": run.weights(), "lr": run.scheduler.get_last_lr()}
+
+
+def test_it_can_be_asked_for_in_mid_run(processes: Processes, tmp_path: Path) -> None:
+    alone = looked_again(0, "stacked", tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    told = [line for line in lines if line["event"] == "scout"][-1]
+    assert told["step"] > 205
+    assert told["factor"] == pytest.approx(alone["scale"])
+    assert alone["scale"] > 20
+    assert alone["back"]
+    assert alone["lr"] == pytest.approx([0.0], abs=1e-5)  # the schedule has ended with the run
+    for answer in processes(N, looked_again, "processes"):
+        assert answer["back"]
+        torch.testing.assert_close(answer["end"][0], alone["end"][0], rtol=1e-7, atol=1e-9)
+
+
+def test_what_was_found_before_is_where_it_looks_from() -> None:
+    run = Run("stacked", total=600, guard=None).go(300)
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    run.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS))
+    lrs = sorted(lrs[0] for lrs in run.scheduler.get_replica_lrs())
+    assert (lrs[0] * lrs[-1]) ** 0.5 == pytest.approx(LR * scale)
+
+
+def test_it_says_why_it_cannot_be_asked_for() -> None:
+    run = Run("stacked", total=600)
+    with pytest.raises(RuntimeError, match="must wait until the replicas have scouted"):
+        run.scheduler.scout_again()
+    run.go(590)
+    weights = run.vectors()
+    with pytest.raises(ValueError, match="scout"):
+        run.scheduler.scout_again(hdet.Scout())  # ten steps are left
+    assert all(map(torch.equal, run.vectors(), weights))
+    with pytest.raises(RuntimeError, match="several replicas"):
+        Run("one", scout=None).scheduler.scout_again()

@@ -16,6 +16,20 @@ def test_a_replica_is_left_out_for_its_loss_or_its_weights() -> None:
     assert verdict.excluded == {1: "loss is inf", 2: "weights are not finite"}
 
 
+def test_a_replica_far_above_the_others_is_an_outlier() -> None:
+    watch = watch_of(FALLING)
+    assert watch.outliers([2.5, 2.6, 2.4, 2.5], [0.1] * 4) == {}
+    found = watch.outliers([2.5, 2.6, 9.0, 2.4, math.nan], [0.1] * 5)
+    assert found == {2: "loss 9, the others 2.55"}
+    assert watch.outliers([2.5, 2.6, 9.0, 2.4], [2.0] * 4) == {}  # noise
+    assert watch.outliers([2.5, 2.6, 2.75, 2.6], [0.0] * 4) == {}  # a tenth of the gain is more
+    assert watch.outliers([2.5, 9.0, None, 2.5], [0.0] * 4) == {}  # three may not know
+    verdict = triage([2.5, 2.6, 9.0, math.nan], [True] * 4, step=1).without({2: "far"})
+    assert verdict.fit == (0, 1)
+    assert verdict.sound == (0, 1, 2)
+    assert verdict.excluded == {3: "loss is nan", 2: "far"}
+
+
 def test_when_none_is_left_the_error_says_so() -> None:
     with pytest.raises(hdet.ReplicasLost, match=r"no replica is left at step 7 .*replica 1: loss"):
         triage([math.nan, math.nan], [True, True], step=7)

@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
 class Run(SmallRun):
     """Its weights are struck at given steps, as by a bad batch or a broken device."""
 
-    def __init__(self, engine: str, rank: int = 0, **options: Any) -> None:
+    def __init__(self, engine: str, rank: int = 0, num: int = N, **options: Any) -> None:
         settings = {"guard": hdet.Guard(), "spread": 0.1, "controller": None, "sync_every": T}
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -35,7 +35,7 @@ class Run(SmallRun):
         def base(optimizer: Any) -> ConstantLR:
             return ConstantLR(optimizer, factor=1.0)
 
-        super().__init__(engine, rank, N, model, optimizer, base, **{**settings, **options})
+        super().__init__(engine, rank, num, model, optimizer, base, **{**settings, **options})
 
     def strike(self, by: float) -> None:
         with torch.no_grad():
@@ -180,3 +180,20 @@ def test_bad_settings_are_refused() -> None:
     for options in ({"lower": 1.0}, {"retries": 0}, {"deviations": -1}, {"share": math.nan}):
         with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be"):
             hdet.Guard(**options)
+
+
+def test_a_replica_far_above_the_others_is_left_out_of_the_average(tmp_path: Path) -> None:
+    """Its weights are finite, and would be half of the mean."""
+    run = Run("stacked", num=4, record=tmp_path, spread=0.1).go(4 * T)
+    with torch.no_grad():
+        for parameter in run.modules()[2].parameters():
+            parameter.mul_(100.0)
+    run.go(T)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    (excluded,) = [line["excluded"] for line in lines if "excluded" in line][-1]
+    assert excluded["replica"] == 2
+    assert "the others" in excluded["reason"]
+    assert told(tmp_path) == []  # the run itself was never in danger
+    weights = [nn.utils.parameters_to_vector(module.parameters()) for module in run.modules()]
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    assert float(weights[0].detach().abs().max()) < 10

@@ -23,6 +23,8 @@ WILD = 3.0
 CONVINCED, ALIKE = 5, 0.25
 """After so many times in a row, at learning rates that move nothing any more, a loss that differs
 from the one before by less than this share of the spike is that of the data."""
+CROWD = 4
+"""With fewer replicas nobody can say which one is the outlier."""
 RELIEF = "not the learning rate, or not all of it: it is raised again"
 
 
@@ -31,17 +33,23 @@ class ReplicasLost(RuntimeError):
 
 
 class Triage(NamedTuple):
-    """The replicas that are fit, and why each of the others is not."""
+    """The replicas that are fit to be averaged, and why each of the others is not."""
 
     fit: tuple[int, ...]
     excluded: dict[int, str]
+    sound: tuple[int, ...] = ()
+    """Those that can be compared: what is finite tells something, also where it is far worse."""
+
+    def without(self, outliers: Mapping[int, str]) -> "Triage":
+        fit = tuple(replica for replica in self.fit if replica not in outliers)
+        return self._replace(fit=fit, excluded={**self.excluded, **outliers})
 
 
 def triage(losses: Sequence[float | None], finite_weights: Sequence[bool], *, step: int) -> Triage:
     """A replica is fit if its weights are finite and its loss, where it has one, is too.
 
     >>> triage([0.5, float("nan")], [True, True], step=10)
-    Triage(fit=(0,), excluded={1: 'loss is nan'})
+    Triage(fit=(0,), excluded={1: 'loss is nan'}, sound=(0,))
     """
     excluded: dict[int, str] = {}
     for replica, (loss, finite) in enumerate(zip(losses, finite_weights, strict=True)):
@@ -52,7 +60,7 @@ def triage(losses: Sequence[float | None], finite_weights: Sequence[bool], *, st
     fit = tuple(r for r in range(len(losses)) if r not in excluded)
     if not fit:
         raise ReplicasLost(_obituary(excluded, step))
-    return Triage(fit, excluded)
+    return Triage(fit, excluded, fit)
 
 
 def _obituary(excluded: dict[int, str], step: int) -> str:
@@ -181,14 +189,36 @@ class Watch:
             return None
         return f"loss {loss:.4g} after {self._level():.4g}, above {limit:.4g}"
 
+    def outliers(
+        self, losses: Sequence[float | None], errors: Sequence[float | None]
+    ) -> dict[int, str]:
+        """The replicas whose losses lie far above those of the others, and why they are none."""
+        known = {r: loss for r, loss in enumerate(losses) if loss is not None}
+        known = {r: loss for r, loss in known.items() if math.isfinite(loss)}
+        if len(known) < CROWD:
+            return {}
+        middle = median(known.values())
+        scatter = 1.4826 * median(abs(loss - middle) for loss in known.values())
+        own = median([error for error in errors if error is not None] or [0.0])
+        limit = middle + max(
+            self._guard.deviations * max(scatter, own), self._worth(self._guard.small, middle)
+        )
+        return {
+            replica: f"loss {loss:.4g}, the others {middle:.4g}"
+            for replica, loss in known.items()
+            if loss > limit
+        }
+
     def _limit(self, share: float, error: float) -> float:
         """What a loss may rise to, if it gives back no more than this share of what was gained."""
-        assert self._first is not None
-        level, gained = self._level(), self._first - min(self._good, default=self._first)
         noise = self._guard.deviations * self._deviation(error)
-        if gained <= 0:  # nothing to give back: the loss itself is the measure
-            return level + max(noise, self._guard.share * abs(level))
-        return level + max(noise, share * gained)
+        return self._level() + max(noise, self._worth(share, self._level()))
+
+    def _worth(self, share: float, level: float) -> float:
+        """This share of what was gained so far; if nothing was, the loss itself is the measure."""
+        first = level if self._first is None else self._first
+        gained = first - min(self._good, default=first)
+        return share * gained if gained > 0 else self._guard.share * abs(level)
 
     def _level(self) -> float:
         """What a good cycle would have now; a loss that rises steadily goes on rising."""

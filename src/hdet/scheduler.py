@@ -35,13 +35,13 @@ from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
-from hdet.preset import Auto, Given, Restart, choose, scout_problem
+from hdet.preset import Auto, Given, Restart, choose, scout_problem, unfit_for_scouts
 from hdet.probe import Probe, as_probe, score_replicas
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.scout import NOTHING_FOUND, Beginning, Scout
+from hdet.scout import NOTHING_FOUND, Beginning, Scout, Search
 from hdet.second_start import SecondStart
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
 from hdet.stuck import is_far
@@ -169,6 +169,22 @@ class HDET(LRScheduler):
         self._begin_anew(cut_short=True)
         line = converge_line(self.last_epoch, verdict, num_bytes)
         self._write_record(line, {"converge": stopwatch}, wait=True)
+
+    def scout_again(self, scout: Scout | None = None) -> None:
+        """Look for another learning rate from here on, as after a change of the data.
+
+        In the next steps the replicas scout around the learning rate of now, then the run goes on
+        from the weights of now. All replicas must call it. In mid-run what is better at once is
+        mostly too low (docs/scout.md): it is for a learning rate that is off by much.
+        """
+        self._refuse_while_visiting("scout_again()")
+        asked = scout or self._settings.scout or Scout()
+        model, left = self._fit_to_scout(asked)
+        self.converge()
+        self._forget_first_weights()
+        self._signal.set_out()
+        self._explore(asked, model, left)
+        self._write(everything=True)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -458,20 +474,34 @@ class HDET(LRScheduler):
                 self.optimizer, self._model, self._parameters, self._counted
             )
             return
-        expedition = self._explore(scout, self._model)
+        expedition = self._explore(scout, self._model, self._settings.total_steps)
         if told is not None:
             expedition.search.load_state_dict(told)
             if expedition.search.is_over:
                 self._conclude(expedition)
 
-    def _explore(self, scout: Scout, model: nn.Module) -> Expedition:
+    def _fit_to_scout(self, scout: Scout) -> tuple[nn.Module, int | None]:
+        """The model and the steps that are left, if a scout can be made in mid-run."""
+        problem = unfit_for_scouts(self._base, self._model)
+        if self._expedition is not None:
+            problem = "`scout_again()` must wait until the replicas have scouted"
+        elif self._replicas.size == 1:
+            problem = "`scout_again()` needs several replicas, got one"
+        if problem is not None or self._model is None:
+            raise RuntimeError(f"{problem}.")
+        total = self._settings.total_steps
+        left = None if total is None else max(total - self.last_epoch, 0)
+        Search(scout, num_replicas=self._replicas.size, total_steps=left)  # refuses too short a run
+        return self._model, left
+
+    def _explore(self, scout: Scout, model: nn.Module, total_steps: int | None) -> Expedition:
         self._expedition = Expedition(
             scout,
             self.optimizer,
             model,
             self._parameters,
             self._replicas,
-            self._settings.total_steps,
+            total_steps,
             kind=type(self._optimizers[0]).__name__,
             shared=self._settings.gradients == "shared",
         )
@@ -523,6 +553,7 @@ class HDET(LRScheduler):
     def _conclude(self, expedition: Expedition) -> None:
         """If the search is over, begin the run with what was found."""
         search, begin = expedition.search, None
+        peaks = dict(zip(self._base.names, self._steering.lrs(self._base.peaks), strict=True))
         if search.is_over:
             begin = search.begin_with(peak=peak_of(self._mean_share()))
             if begin.why == NOTHING_FOUND:
@@ -535,7 +566,6 @@ class HDET(LRScheduler):
             self._steering.rescale(begin.factor)
             self._clock.scouted(self.last_epoch)
             self._end_scout(expedition)
-        peaks = dict(zip(self._base.names, self._base.peaks, strict=True))
         self._write_record(scout_line(self.last_epoch, search, peaks, begin))
 
     def _start_again(self, second: SecondStart, reason: str, *, for_good: bool) -> None:
@@ -549,7 +579,7 @@ class HDET(LRScheduler):
         self._signal.set_out()
         self._begin_anew(cut_short=True)
         self._write_record(self._guard_line(f"{reason}: scouting from the first weights", 0, None))
-        self._explore(scout, self._model)
+        self._explore(scout, self._model, self._settings.total_steps)
 
     def _begin_or_return(self, begin: Beginning) -> Beginning:
         """A scout of a run that was stuck: only what is far from the given one is a reason to start
@@ -613,7 +643,7 @@ class HDET(LRScheduler):
         verdict, num_bytes = self._converge(call)
         stopwatch.mark()
         used = [(knob.state.scale, knob.factors()) for knob in self._steering.knobs]
-        steered = self._steering.steer(call.losses, verdict.fit, call.errors, call.scores)
+        steered = self._steering.steer(call.losses, verdict.sound, call.errors, call.scores)
         losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
         if self._base.wants_metric and losses:
             self._base.advance(fmean(losses))
@@ -715,8 +745,8 @@ class HDET(LRScheduler):
 
     def _converge(self, call: RollCall) -> tuple[Triage, int]:
         if self._replicas.size == 1:
-            return Triage((0,), {}), 0
-        verdict = triage(call.losses, call.finite, step=self.last_epoch)
+            return Triage((0,), {}, (0,)), 0
+        verdict = self._triage(call)
         policy = self._settings.optimizer_state
         averages_state = policy == "average" and call.states_match
         parts = PARTS if averages_state else PARTS[:-1]
@@ -726,6 +756,13 @@ class HDET(LRScheduler):
         elif verdict.excluded and not averages_state:
             num_bytes += self._reseed(verdict)
         return verdict, num_bytes
+
+    def _triage(self, call: RollCall) -> Triage:
+        """Who is averaged; outliers are not, where weights can be apart and a guard looks."""
+        verdict = triage(call.losses, call.finite, step=self.last_epoch)
+        if self._refuge is None or not self._can_diverge():
+            return verdict
+        return verdict.without(self._refuge.watch.outliers(call.losses, call.errors))
 
     def _reseed(self, verdict: Triage) -> int:
         return self._parameters.reseed_state_(verdict.fit[0], tuple(verdict.excluded))
@@ -767,7 +804,7 @@ class HDET(LRScheduler):
     def _mean_loss(self, call: RollCall) -> tuple[float | None, float | None]:
         """Of the replicas that are fit, with its standard error; not a number if none is."""
         try:
-            fit = triage(call.losses, call.finite, step=self.last_epoch).fit
+            fit = self._triage(call).fit
         except ReplicasLost:
             return math.nan, None
         losses = [loss for r in fit if (loss := call.losses[r]) is not None]
@@ -854,7 +891,8 @@ class HDET(LRScheduler):
         if self._expedition is None:
             return self._steering.lrs(self._base.lrs, replica)
         explored = {group for knob in self._steering.knobs for group in knob.about.members}
-        rates = zip(self._base.lrs, self._base.peaks, strict=True)
+        # In mid-run around where the steering is; at the beginning that is what was given.
+        rates = zip(self._base.lrs, self._steering.lrs(self._base.peaks), strict=True)
         return [
             self._expedition.lr(peak, replica) if group in explored else lr
             for group, (lr, peak) in enumerate(rates)
