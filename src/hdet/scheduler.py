@@ -616,19 +616,45 @@ class HDET(LRScheduler):
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
-        # Under a spread the parameters that train differ: no need to look.
-        moving = () if self._steering.is_spread() else ("moving",)
-        moments = ("state",) if self._settings.optimizer_state == "average" else ()
-        compare = (*moving, "still", "buffers", *moments) if self._replicas.size > 1 else ()
         probed = None
         if self._steering.is_spread():
             probed = self._probe(self._steering.cycle, self._settings.sync_every)
         stopwatch = Stopwatch(self._device())
-        call = self._roll_call(*compare, measures=self._replicas.size > 1, probed=probed)
+        call = self._hear_all(probed)
+        if self._is_set_back(call):
+            return
+        verdict, num_bytes = self._converge(call)
+        stopwatch.mark()
+        line = {
+            **converge_line(self.last_epoch, verdict, num_bytes),
+            **self._steer(call, verdict, ran_with),
+        }
+        relief = 1.0 if self._refuge is None else self._refuge.watch.relief
+        if relief != 1.0:
+            self._steering.rescale(relief)
+        self._next_cycle()
+        if self._refuge is not None:
+            self._refuge.keep(self.last_epoch)
+        watches = self._probe_watches if probed is not None else {}
+        self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
+        if relief != 1.0:
+            self._write_record(self._guard_line(RELIEF, self.last_epoch, relief))
+
+    def _hear_all(self, probed: Tensor | None) -> RollCall:
+        # Under a spread the parameters that train differ: no need to look.
+        moving = () if self._steering.is_spread() else ("moving",)
+        moments = ("state",) if self._settings.optimizer_state == "average" else ()
+        several = self._replicas.size > 1
+        compare = (*moving, "still", "buffers", *moments) if several else ()
+        call = self._roll_call(*compare, measures=several, probed=probed)
         self._check_losses(call)
         self._check_scores(call)
         if self._steering.cycle == 0:
             self._hands.check_read(self.last_epoch)
+        return call
+
+    def _is_set_back(self, call: RollCall) -> bool:
+        """Whether the cycle was not good enough to go on from."""
         second = self._second_start
         if second is not None:
             loss, error = self._mean_loss(call)
@@ -636,43 +662,32 @@ class HDET(LRScheduler):
             if reason := second.stuck.reason(loss, error):
                 is_sound = loss is not None and math.isfinite(loss)
                 self._start_again(second, reason, for_good=not is_sound)
-                return
+                return True
         if self._refuge is not None and (reason := self._spike(self._refuge, call)):
             self._go_back(self._refuge, reason)
-            return
-        verdict, num_bytes = self._converge(call)
-        stopwatch.mark()
+            return True
+        return False
+
+    def _steer(self, call: RollCall, verdict: Triage, ran_with: list[float]) -> dict[str, Any]:
+        """Move knobs and a schedule that waits for losses; what the record says of it."""
         used = [(knob.state.scale, knob.factors()) for knob in self._steering.knobs]
         steered = self._steering.steer(call.losses, verdict.sound, call.errors, call.scores)
         losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
         if self._base.wants_metric and losses:
             self._base.advance(fmean(losses))
-        line = {
-            **converge_line(self.last_epoch, verdict, num_bytes),
-            **cycle_line(
-                self._steering.cycle,
-                self._base.names,
-                call.losses,
-                call.errors,
-                call.distances,
-                call.scores,
-                steered,
-                ran_with,
-                self._steering.knobs,
-                used,
-                {} if self._recorder is None else self._course.points(),
-            ),
-        }
-        watches = self._probe_watches if probed is not None else {}
-        relief = 1.0 if self._refuge is None else self._refuge.watch.relief
-        if relief != 1.0:
-            self._steering.rescale(relief)
-        self._next_cycle()
-        if self._refuge is not None:
-            self._refuge.keep(self.last_epoch)
-        self._write_record(line, {"converge": stopwatch, **watches}, wait=self._is_over())
-        if relief != 1.0:
-            self._write_record(self._guard_line(RELIEF, self.last_epoch, relief))
+        return cycle_line(
+            self._steering.cycle,
+            self._base.names,
+            call.losses,
+            call.errors,
+            call.distances,
+            call.scores,
+            steered,
+            ran_with,
+            self._steering.knobs,
+            used,
+            {} if self._recorder is None else self._course.points(),
+        )
 
     def _next_cycle(self) -> None:
         self._course.clear()
