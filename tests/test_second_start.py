@@ -38,6 +38,7 @@ def stuck_after(losses: list[float], error: float | None, first: float) -> int |
         ([5.77, 3.3], 0.1, 1.4, 1),
         ([2.0, math.nan], None, 3.0, 2),
         ([2.0, 2.0, 2.0], None, 3.0, 3),
+        ([4.026, 3.61, 3.607, 3.60, 3.594], 0.01, 5.5, 4),  # it creeps
     ],
 )
 def test_a_loss_that_falls_no_more_is_stuck(
@@ -128,7 +129,8 @@ def test_it_ends_where_a_good_learning_rate_does() -> None:
 
 
 def test_a_run_that_gets_on_is_the_run_without_it() -> None:
-    waiting, plain = Run("stacked", lr=GOOD, scout="restart"), Run("stacked", lr=GOOD, scout=None)
+    slow = GOOD / 10  # so that there is something to gain in every cycle
+    waiting, plain = Run("stacked", lr=slow, scout="restart"), Run("stacked", lr=slow, scout=None)
     assert torch.equal(waiting.go(S).weights(), plain.go(S).weights())
 
 

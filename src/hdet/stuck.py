@@ -4,8 +4,8 @@ import math
 
 EARLY = 10
 """So many cycles are looked at: later there is too much to lose."""
-PATIENCE = 2
-"""So many cycles in a row that are no better than the best one before; ..."""
+PATIENCE, LITTLE = 2, 0.01
+"""So many cycles in a row that add no more than this share to all that was gained; ..."""
 BEYOND_DOUBT = 2.5
 """... or one that is worse by so many standard errors."""
 FAR = 4.0
@@ -22,12 +22,13 @@ class Stuck:
 
     def __init__(self) -> None:
         self._num = self._idle = 0
+        self._first: float | None = None
         self._lowest, self._error = math.inf, 0.0
 
     def begin(self, loss: float | None, error: float = 0.0) -> None:
         """The loss before the first step: no cycle should be above it."""
         if self._num == 0 and loss is not None:
-            self._lowest, self._error = loss, error
+            self._first, self._lowest, self._error = loss, loss, error
 
     def reason(self, loss: float | None, error: float | None) -> str | None:
         """Why a run is stuck after one cycle more, if it is."""
@@ -37,12 +38,13 @@ class Stuck:
         if not math.isfinite(loss):
             return "the loss is not finite"
         rise, doubt = loss - self._lowest, math.hypot(error or 0.0, self._error)
+        before = self._lowest
         if rise < 0:
-            self._lowest, self._error, self._idle = loss, error or 0.0, 0
-            return None
-        self._idle += 1
+            self._lowest, self._error = loss, error or 0.0
+        gained = 0.0 if self._first is None else self._first - self._lowest
+        self._idle = self._idle + 1 if rise >= -LITTLE * gained else 0
         if self._idle >= PATIENCE or (error and rise > BEYOND_DOUBT * doubt):
-            return f"the loss {loss:.4g} after {self._lowest:.4g} falls no more"
+            return f"the loss {loss:.4g} after {before:.4g} hardly falls any more"
         return None
 
 
