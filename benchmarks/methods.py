@@ -26,7 +26,7 @@ from hdet.guard import Watch
 from hdet.knobs import LearningRate, explored_rates
 from hdet.scout import Search
 from hdet.steering import Cycle, Steering
-from hdet.stuck import EARLY, Stuck, is_far
+from hdet.stuck import EARLY, SOON, Stuck, is_far
 from hdet.verdict import points_of
 
 N = 8
@@ -527,7 +527,7 @@ def stuck_at(bench: Bench, runs: Sequence[Run]) -> list[int | None]:
     course = Course(legs_of(bench, runs), "one cycle", bench.plan.steps, rule)
     batch, means = bench.task.batches([run.seed for run in runs]), Means(len(runs), fleet.device)
     found: list[int | None] = [None] * len(runs)
-    for now in range(min(EARLY * SYNC_EVERY, bench.plan.steps)):
+    for now in range(min(EARLY * SYNC_EVERY, bench.plan.steps // SOON)):
         losses = fleet.losses(*batch(course.steps[now]))
         rule.step(course.lrs[now], course.momenta[now])
         means.add(losses)

@@ -520,10 +520,33 @@ def test_it_can_be_asked_for_in_mid_run(processes: Processes, tmp_path: Path) ->
 
 def test_what_was_found_before_is_where_it_looks_from() -> None:
     run = Run("stacked", total=600, guard=None).go(300)
-    scale = run.scheduler.get_knobs()["lr/group0"]
+    (now,), scale = run.scheduler.get_last_lr(), run.scheduler.get_knobs()["lr/group0"]
     run.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS))
     lrs = sorted(lrs[0] for lrs in run.scheduler.get_replica_lrs())
-    assert (lrs[0] * lrs[-1]) ** 0.5 == pytest.approx(LR * scale)
+    assert (lrs[0] * lrs[-1]) ** 0.5 == pytest.approx(now)
+    assert now < LR * scale  # the schedule has come down
+
+
+def test_it_is_resumed_as_it_was_asked_for() -> None:
+    asked = hdet.Scout(decades=2, steps=STEPS, share=0.2)
+    run = Run("stacked", total=600, scout=None).go(100)
+    run.scheduler.scout_again(asked)
+    run.go(3)
+    run.scheduler.converge()
+    told, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
+    other = Run("stacked", total=600, scout=None)
+    for module in other.modules():
+        module.load_state_dict(weights)
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    other.scheduler.load_state_dict(json.loads(json.dumps(told)))
+    for each in (run, other):
+        assert each.scheduler.get_replica_lrs() == run.scheduler.get_replica_lrs()
+    for _ in range(100):
+        for each in (run, other):
+            if each.scheduler.is_scouting:
+                each.step()
+    assert other.scheduler.last_epoch == run.scheduler.last_epoch < 200
+    assert other.scheduler.get_knobs() == run.scheduler.get_knobs()
 
 
 def test_it_says_why_it_cannot_be_asked_for() -> None:

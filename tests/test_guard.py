@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 import pytest
 
 import hdet
-from hdet.guard import CONVINCED, Guard, Watch, triage
+from hdet.guard import CONVINCED, MEMORY, Guard, Watch, triage
 
 
 def test_a_replica_is_left_out_for_its_loss_or_its_weights() -> None:
@@ -58,18 +58,30 @@ def test_a_loss_that_gives_back_much_of_the_gain_is_one(loss: float) -> None:
     assert watch.in_a_row == 1
 
 
-def test_a_small_spike_lowers_nothing_unless_it_comes_again() -> None:
-    watch, scale = watch_of(FALLING), 1.0
-    for loss, factor in ((3.2, 1.0), (3.2, 0.5), (3.2, 0.25)):
-        assert watch.spiked(loss) is not None
-        assert watch.factor() == factor
-        scale *= factor
-    for _ in range(4):
-        assert watch.spiked(2.5) is None
-        scale *= watch.relief
-    assert scale == 0.5
-    assert watch.spiked(4.2) is not None
+def test_a_small_spike_is_undone_once_and_lowers_nothing() -> None:
+    watch = watch_of(FALLING)
+    assert watch.spiked(3.2, 0.01) is not None
+    assert watch.factor() == 1.0
+    assert watch.spiked(3.2, 0.01) is None  # again, with other batches: that is how it is now
+    assert watch.relief == 1.0
+
+
+def test_a_large_one_after_it_lowers() -> None:
+    watch = watch_of(FALLING)
+    assert watch.spiked(3.2, 0.01) is not None
+    assert watch.spiked(90.0, 0.01) is not None
     assert watch.factor() == 0.5
+
+
+def test_hard_data_that_comes_again_and_again_is_kept() -> None:
+    """Every other cycle is of another kind: what is undone of it is never learnt."""
+    watch = watch_of(FALLING)
+    undone = [watch.spiked(2.5 if cycle % 2 else 3.2, 0.01) is not None for cycle in range(400)]
+    assert sum(undone) <= 400 / MEMORY + 1
+
+
+def test_one_loss_alone_makes_no_small_spike() -> None:
+    assert watch_of(FALLING).spiked(3.2) is None
 
 
 def test_a_spike_of_a_language_model_is_one() -> None:

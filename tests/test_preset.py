@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
 
 import hdet
 from hdet import history
-from hdet.preset import CYCLES, Given, choose
+from hdet.preset import CYCLES, Given, choose, on_its_own
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
@@ -52,6 +52,11 @@ def test_without_a_scout_the_learning_rate_itself_is_tracked() -> None:
     given = Given(knobs=(hdet.lr(),), scout=None)
     chosen = choose("best", given, total_steps=3000, num_replicas=8)
     assert chosen.controller == hdet.Tracker()
+
+
+def test_where_the_scout_is_dropped_the_learning_rate_is_tracked() -> None:
+    assert on_its_own(hdet.Tracker(relative=True)) == hdet.Tracker()
+    assert on_its_own(None) is None
 
 
 def test_the_papers_is_what_it_says() -> None:

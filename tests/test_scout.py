@@ -315,6 +315,14 @@ def test_what_diverges_is_no_excuse_for_itself() -> None:
     assert judge(points, 2.1).edge == 1e6
 
 
+def test_where_all_have_diverged_it_looks_lower() -> None:
+    """From a run at ten thousand times the best learning rate, by losses alone."""
+    losses = [47.3, 60.7, 5418.0, 44848.0, 5.5e8, 2.2e12, 9.9e15, 2.8e19]
+    errors = [20.0, 30.0, 4430.0, 35100.0, 5e8, 2e12, 9e15, 2.8e19]
+    points = points_of([10.0**n for n in range(8)], losses, errors, None, [True] * 8)
+    assert judge(points, 8.7).shift == -1
+
+
 def test_by_losses_every_round_tells_what_it_set_out_from() -> None:
     """The first losses of a few replicas are chance: those of all rounds are less so."""
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)

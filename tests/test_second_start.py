@@ -70,14 +70,16 @@ def score(model: Any) -> Tensor:
 
 
 class Run(SmallRun):
-    def __init__(self, engine: str, rank: int = 0, lr: float = WILD, **options: Any) -> None:
+    def __init__(
+        self, engine: str, rank: int = 0, lr: float = WILD, total: int = S, **options: Any
+    ) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
         def base(optimizer: Any) -> OneCycleLR:
-            return OneCycleLR(optimizer, lr, total_steps=S)
+            return OneCycleLR(optimizer, lr, total_steps=total)
 
         settings = {"scout": RESTART, "guard": hdet.Guard(), "sync_every": SYNC, "probe": score}
         settings |= {"controller": None, "spread": 0.0}
@@ -130,7 +132,7 @@ def test_it_ends_where_a_good_learning_rate_does() -> None:
 
 def test_a_run_that_gets_on_is_the_run_without_it() -> None:
     slow = GOOD / 10  # so that there is something to gain in every cycle
-    waiting, plain = Run("stacked", lr=slow, scout="restart"), Run("stacked", lr=slow, scout=None)
+    waiting, plain = Run("stacked", lr=slow), Run("stacked", lr=slow, scout=None)
     assert torch.equal(waiting.go(S).weights(), plain.go(S).weights())
 
 
@@ -150,6 +152,44 @@ def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Pat
     assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-5)
+
+
+def test_what_is_far_worse_than_the_first_weights_is_nothing_to_come_back_to(
+    tmp_path: Path,
+) -> None:
+    run = Run("stacked", lr=WILD, record=tmp_path).go(4 * SYNC)
+    assert not any("no reason" in line["why"] for line in lines(tmp_path, "scout"))
+    assert run.loss() < 10
+
+
+def test_replicas_that_were_apart_come_back_as_one() -> None:
+    run = Run("stacked", lr=GOOD, spread=0.3, scout="restart", total=1200)
+    second = run.scheduler._second_start
+    assert second is not None
+    second.stuck.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
+    run.go(SYNC)
+    assert run.scheduler.is_scouting
+    for _ in range(100):
+        if run.scheduler.is_scouting:
+            run.step()
+    first, *others = [nn.utils.parameters_to_vector(m.parameters()) for m in run.modules()]
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_late_in_a_run_nothing_goes_back() -> None:
+    """However long its cycles are."""
+    run = Run("stacked", lr=GOOD, sync_every=150)
+    second = run.scheduler._second_start
+    assert second is not None
+    second.stuck.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
+    run.go(S)
+    assert not run.scheduler.is_scouting
+    assert run.scheduler._second_start is None
+
+
+def test_a_run_too_short_for_its_scout_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="must fit in its `share`"):
+        Run("stacked", scout="restart", total=150)
 
 
 def test_it_can_be_resumed_in_the_middle_of_its_scout() -> None:

@@ -108,6 +108,29 @@ def test_it_finds_the_optimum_of_a_noisy_parabola() -> None:
             assert abs(math.log(state.scale) - 2) < math.log(1.5)
 
 
+def test_the_mean_stays_where_one_is_at_its_bound() -> None:
+    knobs = [Explored(f"lr/{n}", Space("log", 0.5, 10.0), 0.2, 1.0, (n,)) for n in range(3)]
+    steering = Steering(
+        knobs,
+        num_replicas=8,
+        design="orthogonal",
+        sync_every=1,
+        seed=0,
+        controller=hdet.Tracker(relative=True),
+        total_steps=None,
+    )
+    for _ in range(30):
+        moves = [
+            Move(knob.state._replace(scale=knob.state.scale * by), 0.0, "up", "by hand")
+            for knob, by in zip(steering.knobs, (1.5, 1.0, 1.2), strict=True)
+        ]
+        for knob, move in zip(steering.knobs, steering._against_each_other(moves), strict=True):
+            knob.state = move.state
+    scales = [knob.state.scale for knob in steering.knobs]
+    assert math.prod(scales) == pytest.approx(1.0)
+    assert min(scales) == 0.5
+
+
 MEMBERS = [((0,), (1,), (2,)), ((0,), (1,), ()), ((0, 1, 2), (), ())]
 """Three groups; two and another knob; one learning rate for all groups."""
 

@@ -1,6 +1,7 @@
 """A scout's hands: every replica trains alone with its own learning rate, and comes back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -32,11 +33,15 @@ class Expedition:
         replicas: Replicas,
         total_steps: int | None,
         *,
+        rates: Sequence[float],
         kind: str,
         shared: bool,
+        late: bool = False,
     ) -> None:
-        """`kind` is the optimizer's name, of each replica's own where they have one."""
-        self.scout = scout
+        """`rates` are the learning rates it looks around, one for each group, and `kind` is the
+        optimizer's name, of each replica's own where they have one."""
+        self.scout, self.late = scout, late
+        self.rates, self._total = list(rates), total_steps
         self.search = Search(
             scout,
             num_replicas=replicas.size,
@@ -55,8 +60,15 @@ class Expedition:
         """Where everyone has set out from."""
         return self._outset.kept
 
-    def lr(self, peak: float, replica: int) -> float:
-        return min(peak * self.search.factors[replica], HIGHEST)
+    def lr(self, group: int, replica: int) -> float:
+        return min(self.rates[group] * self.search.factors[replica], HIGHEST)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
+        told = self.search.state_dict()
+        if self.late:
+            told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
+        return told
 
     def advance(self) -> bool:
         """One step further; whether the round is over."""

@@ -77,8 +77,8 @@ class Guard:
     """Takes a run back to its last good weights when its loss spikes, and lowers the scale.
 
     The consensus is judged at the end of every cycle by the mean training loss of its replicas.
-    The data is not repeated: the run goes on with the next batch. A small spike may be the batches'
-    fault: it lowers the learning rate only if it comes again, a large one at once.
+    The data is not repeated: the run goes on with the next batch, after a large spike at a lower
+    learning rate. A small one is undone once in 20 cycles: what comes more often is the data.
     """
 
     deviations: float = 6.0
@@ -118,6 +118,8 @@ class Watch:
         """The loss of the cycle before, if it was not good but finite."""
         self._spared = 0
         """How many of them left the scale as it was: the first, if it was small."""
+        self._calm = MEMORY
+        """How many good cycles there were since the last small spike."""
         self._lowered = 1.0
         """What the scale was multiplied by since the last good cycle."""
         self._debt = 1.0
@@ -138,10 +140,10 @@ class Watch:
         self.relief = 1.0
         if loss is None:
             return None  # nothing was observed: nothing can be said
-        reason = self._reason(loss, error or 0.0)
+        reason = self._reason(loss, error)
         if reason is not None and not self._is_the_data(loss):
-            if not self.in_a_row and loss <= self._limit(self._guard.share, error or 0.0):
-                self._spared = 1
+            if loss <= self._limit(self._guard.share, error or 0.0):
+                self._spared, self._calm = 1, 0
             told = self.lost(reason)
             self._last = loss if math.isfinite(loss) else None
             return told
@@ -155,6 +157,7 @@ class Watch:
         self._errors = [*self._errors, self._noise() if error is None else error][-RECENT:]
         self._first = loss if self._first is None else self._first
         self._end_row()
+        self._calm += 1
         return None
 
     def _heal(self) -> None:
@@ -179,12 +182,14 @@ class Watch:
     def _end_row(self) -> None:
         self.in_a_row, self._spared, self._last, self._lowered = 0, 0, None, 1.0
 
-    def _reason(self, loss: float, error: float) -> str | None:
+    def _reason(self, loss: float, error: float | None) -> str | None:
         if not math.isfinite(loss):
             return f"loss is {loss}"
         if self._first is None:
             return None
-        limit = self._limit(self._guard.small, error)
+        # One loss alone does not know its noise.
+        is_sure = self._calm >= MEMORY and error is not None
+        limit = self._limit(self._guard.small if is_sure else self._guard.share, error or 0.0)
         if loss <= limit:
             return None
         return f"loss {loss:.4g} after {self._level():.4g}, above {limit:.4g}"
@@ -267,6 +272,7 @@ class Watch:
             "first_error": self._first_error,
             "in_a_row": self.in_a_row,
             "spared": self._spared,
+            "calm": self._calm,
             "last": self._last,
             "lowered": self._lowered,
             "debt": self._debt,
@@ -275,6 +281,7 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._good, self._first = list(state["good"]), state["first"]
         self.in_a_row, self._spared = state["in_a_row"], state.get("spared", 0)
+        self._calm = state.get("calm", MEMORY)
         self._errors = list(state.get("errors", []))
         self._first_error = state.get("first_error", 0.0)
         self._last, self._lowered = state.get("last"), state.get("lowered", 1.0)

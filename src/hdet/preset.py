@@ -1,6 +1,7 @@
 """What a run is set to where nobody has said: the best that is known, or what the paper has."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -86,6 +87,11 @@ def _best(given: Given, total_steps: int | None) -> Chosen:
         Scout() if rates else None,
         Guard(offload=True) if rates else None,
     )
+
+
+def on_its_own(controller: Controller | None) -> Controller | None:
+    """The same without a scout: then nobody else finds how high learning rates are."""
+    return replace(controller, relative=False) if isinstance(controller, Tracker) else controller
 
 
 def scout_problem(

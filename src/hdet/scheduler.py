@@ -35,7 +35,15 @@ from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
 from hdet.parameters import Parameters
-from hdet.preset import Auto, Given, Restart, choose, scout_problem, unfit_for_scouts
+from hdet.preset import (
+    Auto,
+    Given,
+    Restart,
+    choose,
+    on_its_own,
+    scout_problem,
+    unfit_for_scouts,
+)
 from hdet.probe import Probe, as_probe, score_replicas
 from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
@@ -44,7 +52,7 @@ from hdet.roll_call import RollCall, roll_call
 from hdet.scout import NOTHING_FOUND, Beginning, Scout, Search
 from hdet.second_start import SecondStart
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
-from hdet.stuck import is_far
+from hdet.stuck import EARLY, SOON, is_far
 from hdet.validation import number_of
 
 
@@ -102,6 +110,8 @@ class HDET(LRScheduler):
             )
             if scout == "auto":
                 settings = self._without_a_useless_scout(settings, wrapped, model)
+            if controller == "auto" and settings.scout is None and wrapped.step == 0:
+                settings = replace(settings, controller=on_its_own(settings.controller))
             return wrapped, settings
 
         self._open(prepare, model, replicas, record)
@@ -183,7 +193,7 @@ class HDET(LRScheduler):
         self.converge()
         self._forget_first_weights()
         self._signal.set_out()
-        self._explore(asked, model, left)
+        self._explore(asked, model, left, late=True)
         self._write(everything=True)
 
     @contextmanager
@@ -281,7 +291,7 @@ class HDET(LRScheduler):
             )
         if self._expedition is None:
             return self._counted()
-        return {**self._counted(), "search": self._expedition.search.state_dict()}
+        return {**self._counted(), "search": self._expedition.state_dict()}
 
     def _counted(self) -> dict[str, Any]:
         """Whatever is counted outside a scout."""
@@ -460,7 +470,8 @@ class HDET(LRScheduler):
 
     def _set_out(self, told: Mapping[str, Any] | None = None) -> None:
         """Start to scout, or go on with a search that a checkpoint has told of."""
-        scout = self._settings.scout
+        late = None if told is None else told.get("late")
+        scout = self._settings.scout if late is None else Scout(**late["scout"])
         if self._expedition is not None:
             self._end_scout(self._expedition)
         self._forget_first_weights()
@@ -469,12 +480,14 @@ class HDET(LRScheduler):
         if self._replicas.size == 1:
             self._warn_once("scout", "`scout` needs several replicas: the learning rate is kept.")
             return
+        total = self._settings.total_steps if late is None else late["total_steps"]
         if scout.restart and told is None:
+            Search(scout, num_replicas=self._replicas.size, total_steps=total)  # or it is refused
             self._second_start = SecondStart(
                 self.optimizer, self._model, self._parameters, self._counted
             )
             return
-        expedition = self._explore(scout, self._model, self._settings.total_steps)
+        expedition = self._explore(scout, self._model, total, late=late is not None)
         if told is not None:
             expedition.search.load_state_dict(told)
             if expedition.search.is_over:
@@ -483,7 +496,11 @@ class HDET(LRScheduler):
     def _fit_to_scout(self, scout: Scout) -> tuple[nn.Module, int | None]:
         """The model and the steps that are left, if a scout can be made in mid-run."""
         problem = unfit_for_scouts(self._base, self._model)
-        if self._expedition is not None:
+        if self._taken_over() is not None:
+            problem = (
+                "`scout_again()` is for hdet.HDET: the paper's controller has its own schedule"
+            )
+        elif self._expedition is not None:
             problem = "`scout_again()` must wait until the replicas have scouted"
         elif self._replicas.size == 1:
             problem = "`scout_again()` needs several replicas, got one"
@@ -494,7 +511,11 @@ class HDET(LRScheduler):
         Search(scout, num_replicas=self._replicas.size, total_steps=left)  # refuses too short a run
         return self._model, left
 
-    def _explore(self, scout: Scout, model: nn.Module, total_steps: int | None) -> Expedition:
+    def _explore(
+        self, scout: Scout, model: nn.Module, total_steps: int | None, *, late: bool = False
+    ) -> Expedition:
+        """Around what was given; or, in mid-run, around the learning rates of now."""
+        rates = self._steering.lrs(self._base.lrs) if late else self._base.peaks
         self._expedition = Expedition(
             scout,
             self.optimizer,
@@ -502,8 +523,10 @@ class HDET(LRScheduler):
             self._parameters,
             self._replicas,
             total_steps,
+            rates=rates,
             kind=type(self._optimizers[0]).__name__,
             shared=self._settings.gradients == "shared",
+            late=late,
         )
         self._steering.rest()
         return self._expedition
@@ -530,6 +553,9 @@ class HDET(LRScheduler):
             expedition.judge(call, self._score_outset(expedition, call))
         except Exception:  # what there was before is not lost
             self._parameters.restore_(expedition.camp)
+            if self._second_start is not None and self._second_start.can_return:
+                self._count_from(self._second_start.return_())
+            self._forget_first_weights()
             self._begin_anew(cut_short=True)
             self._end_scout(expedition)
             raise
@@ -553,9 +579,9 @@ class HDET(LRScheduler):
     def _conclude(self, expedition: Expedition) -> None:
         """If the search is over, begin the run with what was found."""
         search, begin = expedition.search, None
-        peaks = dict(zip(self._base.names, self._steering.lrs(self._base.peaks), strict=True))
+        peaks = dict(zip(self._base.names, expedition.rates, strict=True))
         if search.is_over:
-            begin = search.begin_with(peak=peak_of(self._mean_share()))
+            begin = search.begin_with(peak=peak_of(self._mean_share(expedition)))
             if begin.why == NOTHING_FOUND:
                 self._warn_once(
                     "scout",
@@ -601,9 +627,14 @@ class HDET(LRScheduler):
             self._second_start.close()
         self._second_start = None
 
-    def _mean_share(self) -> float | None:
-        """Of the base schedule; none unless all processes agree, who may not all know it."""
+    def _mean_share(self, expedition: Expedition) -> float | None:
+        """Of what is left of the base schedule, in units of what the scout has looked around; none
+        unless all processes agree, who may not all know it."""
         share = self._base.mean_share(self._settings.total_steps)
+        if share is not None and expedition.late:
+            pairs = zip(self._base.lrs, self._base.peaks, strict=True)
+            now = fmean(lr / peak for lr, peak in pairs if peak)
+            share = share / now if now else None
         rows = [[math.nan if share is None else share]] * len(self._replicas.local)
         shares = self._replicas.gather(torch.tensor(rows, dtype=torch.float64)).flatten().tolist()
         return shares[0] if all(other == shares[0] for other in shares) else None
@@ -655,18 +686,32 @@ class HDET(LRScheduler):
 
     def _is_set_back(self, call: RollCall) -> bool:
         """Whether the cycle was not good enough to go on from."""
-        second = self._second_start
-        if second is not None:
-            loss, error = self._mean_loss(call)
-            second.stuck.begin(call.first_loss, call.first_error)
-            if reason := second.stuck.reason(loss, error):
-                is_sound = loss is not None and math.isfinite(loss)
-                self._start_again(second, reason, for_good=not is_sound)
-                return True
+        if self._refuge is not None:
+            self._refuge.watch.begin(call.first_loss, call.first_error)
+        if self._second_start is not None and self._is_stuck(self._second_start, call):
+            return True
         if self._refuge is not None and (reason := self._spike(self._refuge, call)):
             self._go_back(self._refuge, reason)
             return True
         return False
+
+    def _is_stuck(self, second: SecondStart, call: RollCall) -> bool:
+        """Whether the run goes back to its first weights; as long as that may still pay."""
+        total = self._settings.total_steps
+        if self._steering.cycle >= EARLY or (total and SOON * self.last_epoch > total):
+            self._forget_first_weights()
+            return False
+        loss, error = self._mean_loss(call)
+        second.stuck.begin(call.first_loss, call.first_error)
+        reason = second.stuck.reason(loss, error)
+        if reason is None or loss is None:
+            return False
+        # What is worse than the first weights is nothing to come back to.
+        for_good = not (call.first_loss is not None and loss < call.first_loss)
+        if not for_good:
+            self._converge(call)
+        self._start_again(second, reason, for_good=for_good)
+        return True
 
     def _steer(self, call: RollCall, verdict: Triage, ran_with: list[float]) -> dict[str, Any]:
         """Move knobs and a schedule that waits for losses; what the record says of it."""
@@ -777,7 +822,8 @@ class HDET(LRScheduler):
         verdict = triage(call.losses, call.finite, step=self.last_epoch)
         if self._refuge is None or not self._can_diverge():
             return verdict
-        return verdict.without(self._refuge.watch.outliers(call.losses, call.errors))
+        losses = [loss if r in verdict.fit else None for r, loss in enumerate(call.losses)]
+        return verdict.without(self._refuge.watch.outliers(losses, call.errors))
 
     def _reseed(self, verdict: Triage) -> int:
         return self._parameters.reseed_state_(verdict.fit[0], tuple(verdict.excluded))
@@ -810,7 +856,6 @@ class HDET(LRScheduler):
 
     def _spike(self, refuge: Refuge, call: RollCall) -> str | None:
         """Why the consensus is not good, if it is not: before it is made, nothing is harmed."""
-        refuge.watch.begin(call.first_loss, call.first_error)
         loss, error = self._mean_loss(call)
         if loss is not None and math.isnan(loss):
             return refuge.watch.lost("no replica has finite weights and a finite loss")
@@ -906,11 +951,9 @@ class HDET(LRScheduler):
         if self._expedition is None:
             return self._steering.lrs(self._base.lrs, replica)
         explored = {group for knob in self._steering.knobs for group in knob.about.members}
-        # In mid-run around where the steering is; at the beginning that is what was given.
-        rates = zip(self._base.lrs, self._steering.lrs(self._base.peaks), strict=True)
         return [
-            self._expedition.lr(peak, replica) if group in explored else lr
-            for group, (lr, peak) in enumerate(rates)
+            self._expedition.lr(group, replica) if group in explored else lr
+            for group, lr in enumerate(self._base.lrs)
         ]
 
     def _write_record(

@@ -310,16 +310,29 @@ class Steering:
         steps = [math.log(moves[p].state.scale / self.knobs[p].state.scale) for p in rates]
         if not any(steps):
             return told
-        common = math.exp(-fmean(steps))
-        for place in rates:
-            state, space = moves[place].state, self.knobs[place].about.space
-            scale = space.clamped(state.scale * common)
+        before = [self.knobs[place].state.scale for place in rates]
+        for place, scale in zip(rates, self._centred(rates, moves), strict=True):
             told[place] = moves[place]._replace(
-                state=state._replace(scale=scale),
-                decision=direction(scale, self.knobs[place].state.scale),
+                state=moves[place].state._replace(scale=scale),
+                decision=direction(scale, before[rates.index(place)]),
                 reason=f"{moves[place].reason}, against the other groups",
             )
         return told
+
+    def _centred(self, rates: Sequence[int], moves: Sequence[Move]) -> list[float]:
+        """Where they come to if their mean stays; what is at a bound leaves it to the others."""
+        scales = [moves[place].state.scale for place in rates]
+        before = [self.knobs[place].state.scale for place in rates]
+        for _ in rates:
+            excess = math.fsum(math.log(a / b) for a, b in zip(scales, before, strict=True))
+            spaces = [self.knobs[place].about.space for place in rates]
+            edges = [space.low if excess > 0 else space.high for space in spaces]
+            free = [n for n, edge in enumerate(edges) if scales[n] != edge]
+            if not free or not excess:
+                break
+            for n in free:
+                scales[n] = spaces[n].clamped(scales[n] * math.exp(-excess / len(free)))
+        return scales
 
     def rest(self) -> None:
         """All replicas in the centre of every spread."""

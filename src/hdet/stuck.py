@@ -2,8 +2,8 @@
 
 import math
 
-EARLY = 10
-"""So many cycles are looked at: later there is too much to lose."""
+EARLY, SOON = 10, 3
+"""So many cycles are looked at, in the first third of a run: later there is too much to lose."""
 PATIENCE, LITTLE = 2, 0.01
 """So many cycles in a row that add no more than this share to all that was gained; ..."""
 BEYOND_DOUBT = 2.5

@@ -129,6 +129,8 @@ def judge(points: Sequence[Point], outset: float | None = None) -> Verdict:
         return Verdict(None, -1, "the lowest learning rate is lost", broken)
     lowest = sound[0]
     reference = _score(lowest) if outset is None else outset
+    if outset is not None and min(map(_score, sound)) >= reference + _blast(reference, math.inf):
+        return Verdict(None, -1, "every learning rate explodes", lowest.factor, reference)
     edge = _edge(points, reference) or broken
     # What lies beyond an edge is luck: there a model may do no more than guess.
     sound = [point for point in sound if edge is None or point.factor < edge]
