@@ -490,9 +490,9 @@ def test_bad_input_is_refused() -> None:
 
 def looked_again(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any]:
     """A run whose learning rate is a thousand times too low until somebody asks."""
-    run = Run(engine, rank, 600, scout=None, record=folder, base_lr=LR / 1000, guard=hdet.Guard())
-    run.go(205)
-    run.scheduler.scout_again(hdet.Scout(share=0.2))
+    run = Run(engine, rank, 300, scout=None, record=folder, base_lr=LR / 1000, guard=hdet.Guard())
+    run.go(85)
+    run.scheduler.scout_again(hdet.Scout(share=0.4))
     before = run.vectors()
     assert run.scheduler.is_scouting
     for _ in range(100):
@@ -500,7 +500,7 @@ def looked_again(rank: int, engine: str, folder: Path | None = None) -> dict[str
             run.step()
     back = all(map(torch.equal, run.vectors(), before))
     scale = run.scheduler.get_knobs()["lr/group0"]
-    run.go(600 - run.scheduler.last_epoch)
+    run.go(300 - run.scheduler.last_epoch)
     return {"back": back, "scale": scale, "end": run.weights(), "lr": run.scheduler.get_last_lr()}
 
 
@@ -508,7 +508,7 @@ def test_it_can_be_asked_for_in_mid_run(processes: Processes, tmp_path: Path) ->
     alone = looked_again(0, "stacked", tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     told = [line for line in lines if line["event"] == "scout"][-1]
-    assert told["step"] > 205
+    assert told["step"] > 85
     assert told["factor"] == pytest.approx(alone["scale"])
     assert alone["scale"] > 20
     assert alone["back"]
