@@ -8,7 +8,6 @@ nothing breaks at a size where nobody sweeps, it is no statistics.
 """
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from benchmarks import tasks
 from benchmarks.methods import Bench, Ended, Run, plain, with_scout
 from benchmarks.models import Size
-from benchmarks.settle import RESULTS, TINY, made_with, plain_json
+from benchmarks.settle import RESULTS, TINY, write_result
 from benchmarks.tasks import Plan
 
 FULL = Plan("AdamW", 1000, 16, 1e-3, Size(256, 256, 12, 12, 768))
@@ -71,11 +70,10 @@ def main() -> None:
     told = {
         "headline": numbers,
         "settings": {"plan": list(plan), "seed": SEED},
-        **made_with(),
         "rows": rows,
     }
     out = options.out or RESULTS / ("confirm.quick.json" if options.quick else "confirm.json")
-    out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+    write_result(out, told)
     for name, value in numbers.items():
         print(f"{name}: {value}")
 

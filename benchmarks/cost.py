@@ -10,7 +10,6 @@ counts for all, so that a hiccup of the machine does not.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks import methods, tasks
-from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, write_result
 from benchmarks.tasks import Plan, Task
 
 ROUND, ROUNDS = 50, 10
@@ -121,10 +120,9 @@ def main() -> None:
     told = {
         "headline": numbers,
         "settings": {"plan": list(plan), "replicas": methods.N},
-        **made_with(),
     }
     out = options.out or RESULTS / ("cost.quick.json" if options.quick else "cost.json")
-    out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+    write_result(out, told)
     for name, value in numbers.items():
         print(f"{name}: {value:.3g}")
 

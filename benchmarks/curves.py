@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import methods
 from benchmarks.methods import Bench, Run, plain, with_scout
-from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, write_result
 
 CASES = [(1000, 8), (1000, 2), (1000, 4), (1000, 16), (4000, 8), (16000, 8)]
 STARTS, SEEDS, SELECTION = (0.01, 1.0, 100.0), (0, 1, 2), (100, 101)
@@ -86,9 +86,7 @@ def main() -> None:
         cases[name]["median_regret_pct"] = middle
         print(f"{name}: {middle:.2f} % at {best:g}  {found}", flush=True)
         told = {"headline": {key: case["median_regret_pct"] for key, case in cases.items()}}
-        options.out.write_text(
-            json.dumps(plain_json({**told, "cases": cases, **made_with()})) + "\n"
-        )
+        write_result(options.out, {**told, "cases": cases})
 
 
 if __name__ == "__main__":

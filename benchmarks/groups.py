@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.methods import Bench, Leg, N, sail, shape
 from benchmarks.regret import best_of_grid, by
-from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, write_result
 from hdet.verdict import Point, explosion
 
 FACTOR = 4.0
@@ -136,7 +136,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     out = options.out or RESULTS / ("groups.quick.json" if options.quick else "groups.json")
-    told: dict[str, Any] = {"headline": {}, **made_with(), "tasks": {}}
+    told: dict[str, Any] = {"headline": {}, "tasks": {}}
     for name, entry in ENTRIES.items():
         if not name.startswith(options.only):
             continue
@@ -148,7 +148,7 @@ def main() -> None:
         least = min(found["changes"].items(), key=lambda pair: pair[1]["truth_pct"])
         told["headline"][f"{name}: best change"] = least[0]
         told["headline"][f"{name}: its regret pct"] = least[1]["truth_pct"]
-        out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+        write_result(out, told)
         for change, numbers in found["changes"].items():
             print(
                 f"  {change:<24} ends {numbers['truth_pct']:+.2f} %   after a round "

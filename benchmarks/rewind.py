@@ -24,7 +24,7 @@ from benchmarks.fleet import Fleet
 from benchmarks.methods import Bench, Leg, N, Run, places, sail, scouted, shape
 from benchmarks.regret import best_of_grid, by
 from benchmarks.rules import Rule
-from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, write_result
 from hdet.growth import peak_of
 from hdet.scout import Search
 
@@ -167,7 +167,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     out = options.out or RESULTS / ("rewind.quick.json" if options.quick else "rewind.json")
-    told: dict[str, Any] = {"headline": {}, **made_with(), "tasks": {}, "losses": {}}
+    told: dict[str, Any] = {"headline": {}, "tasks": {}, "losses": {}}
     for name, entry in ENTRIES.items():
         if not name.startswith(tuple(options.only.split(";"))):
             continue
@@ -181,7 +181,7 @@ def main() -> None:
         told["losses"][name], told["tasks"][name] = losses, summed_up(losses)
         for how, numbers in told["tasks"][name].items():
             told["headline"][f"{name}: {how}"] = numbers["mean_pct"]
-        out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+        write_result(out, told)
         for how, numbers in told["tasks"][name].items():
             print(
                 f"  {how:<50}" + "  ".join(f"{key} {value:.2f}" for key, value in numbers.items())

@@ -20,7 +20,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -183,6 +183,11 @@ def made_with() -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
+
+
+def write_result(out: Path, told: Mapping[str, Any]) -> None:
+    """A result file: what was found, and what it was made with."""
+    out.write_text(json.dumps(plain_json({**told, **made_with()}), indent=1) + "\n")
 
 
 def plain_json(value: Any) -> Any:

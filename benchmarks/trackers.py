@@ -22,7 +22,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from benchmarks.methods import (
 )
 from benchmarks.methods import Average as Mean
 from benchmarks.regret import best_of_grid, by
-from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
+from benchmarks.settle import ENTRIES, RESULTS, write_result
 
 STARTS, SEEDS = (0.25, 1.0, 4.0), (5, 6)
 FIRST, LAST = 0.1, 0.6
@@ -275,6 +275,15 @@ def measured(
     return found
 
 
+def headline(tasks: Mapping[str, Any]) -> dict[str, float]:
+    """What every contender makes of the best learning rate."""
+    return {
+        f"{task}, {name}, from the best": fmean(own["x1"])
+        for task, table in tasks.items()
+        for name, own in table.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models, two CPU cores")
@@ -297,7 +306,7 @@ def main() -> None:
         bench = Bench(task, plan, entry.half and device.type == "cuda", device.type == "cuda")
         found[name] = measured(bench, best_of_grid(runs[name]), SEEDS, STARTS)
         out = options.out or RESULTS / ("trackers.quick.json" if options.quick else "trackers.json")
-        out.write_text(json.dumps(plain_json({"tasks": found, **made_with()})) + "\n")
+        write_result(out, {"headline": headline(found), "tasks": found})
 
 
 if __name__ == "__main__":

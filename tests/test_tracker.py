@@ -108,9 +108,8 @@ def test_it_finds_the_optimum_of_a_noisy_parabola() -> None:
             assert abs(math.log(state.scale) - 2) < math.log(1.5)
 
 
-def test_the_mean_stays_where_one_is_at_its_bound() -> None:
-    knobs = [Explored(f"lr/{n}", Space("log", 0.5, 10.0), 0.2, 1.0, (n,)) for n in range(3)]
-    steering = Steering(
+def against_each_other(knobs: list[Explored]) -> Steering:
+    return Steering(
         knobs,
         num_replicas=8,
         design="orthogonal",
@@ -119,6 +118,11 @@ def test_the_mean_stays_where_one_is_at_its_bound() -> None:
         controller=hdet.Tracker(relative=True),
         total_steps=None,
     )
+
+
+def test_the_mean_stays_where_one_is_at_its_bound() -> None:
+    knobs = [Explored(f"lr/{n}", Space("log", 0.5, 10.0), 0.2, 1.0, (n,)) for n in range(3)]
+    steering = against_each_other(knobs)
     for _ in range(30):
         moves = [
             Move(knob.state._replace(scale=knob.state.scale * by), 0.0, "up", "by hand")
@@ -141,15 +145,7 @@ def test_groups_move_against_each_other_alone(members: Sequence[tuple[int, ...]]
     space = Space("log", 1e-6, 1e6)
     knobs = [Explored(f"knob{n}", space, 0.2, 1.0, groups) for n, groups in enumerate(members)]
     chance, pull = random.Random(0), (1.0, 0.0, 1.0)
-    steering = Steering(
-        knobs,
-        num_replicas=8,
-        design="orthogonal",
-        sync_every=1,
-        seed=0,
-        controller=hdet.Tracker(relative=True),
-        total_steps=None,
-    )
+    steering = against_each_other(knobs)
     steering.start_if_due(0, [1.0] * 3)
     for _ in range(6):
         steering.fan_out()

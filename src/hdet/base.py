@@ -84,6 +84,11 @@ class Base:
         moving = sum(peak != 0 for peak in self.peaks)
         return total / num / moving if moving else None
 
+    def share_of_now(self) -> float:
+        """How high the schedule is, in units of its peak."""
+        shares = [lr / peak for lr, peak in zip(self.lrs, self.peaks, strict=True) if peak]
+        return sum(shares) / len(shares) if shares else 0.0
+
     @property
     def step(self) -> int:
         """The step of the run this schedule is at."""

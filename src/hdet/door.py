@@ -6,7 +6,7 @@ is left waiting for a replica that has already gone.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 from torch import nn
@@ -18,7 +18,7 @@ from hdet.design import DESIGNS
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.parameters import Parameters
-from hdet.preset import unfit_for_scouts
+from hdet.preset import scout_problem, unfit_for_scouts
 from hdet.probe import Probe
 from hdet.replicas import Replicas
 from hdet.scout import Scout
@@ -118,6 +118,30 @@ def plain(settings: Settings) -> dict[str, Any]:
         entries[name] = None if entries[name] is None else asdict(entries[name])
     entries["probe"] = None if settings.probe is None else settings.probe.describe()
     return entries
+
+
+def without_a_useless_scout(
+    settings: Settings, base: Base, replicas: Replicas, model: nn.Module | None
+) -> Settings:
+    """One that nobody has asked for is left out where it cannot be; and says so."""
+    scout = settings.scout
+    if scout is None:
+        return settings
+    if base.step > 0:  # it sets out at the first step or never
+        return replace(settings, scout=None)
+    problem = scout_problem(
+        scout,
+        base,
+        model,
+        replicas,
+        total_steps=settings.total_steps,
+        gradients=settings.gradients,
+        probes=settings.probe is not None,
+    )
+    if problem is None:
+        return settings
+    warnings.warn(f"no scout: {problem}. The learning rate is kept as given.", stacklevel=5)
+    return replace(settings, scout=None)
 
 
 def check_together(

@@ -12,7 +12,7 @@ from hdet.controller import Controller, PaperController
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.replicas import ProcessReplicas, Replicas
-from hdet.scout import Scout, Search, coarse_steps
+from hdet.scout import Scout, check_room, coarse_steps
 from hdet.tracker import Tracker
 from hdet.validation import check_choice, check_integer
 
@@ -123,7 +123,7 @@ def _too_short(scout: Scout, total_steps: int | None, size: int, probes: bool) -
     if total_steps is None:
         return "nobody knows how long the run is: give `total_steps=`"
     try:
-        Search(scout, num_replicas=size, total_steps=total_steps)
+        check_room(scout, num_replicas=size, total_steps=total_steps)
     except ValueError as short:
         return str(short).rstrip(".")
     num = coarse_steps(scout, total_steps, size)

@@ -307,8 +307,8 @@ def _rollbacks(history: History) -> str:
         return ""
     rows = [(f"{r.step:,}", f"{r.back_to:,}", brief(r.factor), r.reason) for r in history.rollbacks]
     about = (
-        "Where the loss spiked, and the run was taken back to its last good weights; and where "
-        "learning rates were raised again afterwards."
+        "Where the loss spiked or hardly fell, and the run was taken back to its last good weights "
+        "or to its first; and where learning rates were raised again afterwards."
     )
     return table(about, ["step", "back to", "learning rates times", "why"], rows, numbers_from=None)
 

@@ -37,6 +37,13 @@ class RollCall(NamedTuple):
     scores: list[list[float]] | None = None
     """What a probe found, lower is better, one for each of its batches; none without a probe."""
 
+    def mean_of(self, replicas: Sequence[int]) -> tuple[float | None, float | None]:
+        """The mean loss of some replicas, and its standard error, where they are known."""
+        losses = [loss for r in replicas if (loss := self.losses[r]) is not None]
+        errors = [error for r in replicas if (error := self.errors[r]) is not None]
+        error = math.hypot(*errors) / len(errors) if len(errors) == len(replicas) else None
+        return fmean(losses) if losses else None, error
+
     def require_losses(self, step: int) -> None:
         silent = [replica for replica, loss in enumerate(self.losses) if loss is None]
         if silent:

@@ -27,7 +27,16 @@ from hdet.body import PARTS
 from hdet.clock import Clock
 from hdet.controller import Controller
 from hdet.course import Course
-from hdet.door import Settings, agree, check_knobs, check_together, describe, plain, refuse
+from hdet.door import (
+    Settings,
+    agree,
+    check_knobs,
+    check_together,
+    describe,
+    plain,
+    refuse,
+    without_a_useless_scout,
+)
 from hdet.expedition import Expedition, scout_line
 from hdet.growth import peak_of
 from hdet.guard import RELIEF, Guard, ReplicasLost, Triage, triage
@@ -41,7 +50,6 @@ from hdet.preset import (
     Restart,
     choose,
     on_its_own,
-    scout_problem,
     unfit_for_scouts,
 )
 from hdet.probe import Probe, as_probe, score_replicas
@@ -49,10 +57,10 @@ from hdet.record import Recorder, Stopwatch, converge_line, cycle_line
 from hdet.refuge import Refuge
 from hdet.replicas import Replicas, default_replicas
 from hdet.roll_call import RollCall, roll_call
-from hdet.scout import NOTHING_FOUND, Beginning, Scout, Search
+from hdet.scout import NOTHING_FOUND, Beginning, Scout, check_room
 from hdet.second_start import SecondStart
 from hdet.steering import Cycle, Knob, Sensitivity, Steering
-from hdet.stuck import EARLY, SOON, is_far
+from hdet.stuck import is_far, is_late
 from hdet.validation import number_of
 
 
@@ -109,7 +117,7 @@ class HDET(LRScheduler):
                 design=design,
             )
             if scout == "auto":
-                settings = self._without_a_useless_scout(settings, wrapped, model)
+                settings = without_a_useless_scout(settings, wrapped, self._replicas, model)
             if controller == "auto" and settings.scout is None and wrapped.step == 0:
                 settings = replace(settings, controller=on_its_own(settings.controller))
             return wrapped, settings
@@ -333,29 +341,6 @@ class HDET(LRScheduler):
 
     # Set-up --------------------------------------------------------------------------------
 
-    def _without_a_useless_scout(
-        self, settings: Settings, base: Base, model: nn.Module | None
-    ) -> Settings:
-        """One that nobody has asked for is left out where it cannot be; and says so."""
-        scout = settings.scout
-        if scout is None:
-            return settings
-        if base.step > 0:  # it sets out at the first step or never
-            return replace(settings, scout=None)
-        problem = scout_problem(
-            scout,
-            base,
-            model,
-            self._replicas,
-            total_steps=settings.total_steps,
-            gradients=settings.gradients,
-            probes=settings.probe is not None,
-        )
-        if problem is None:
-            return settings
-        warnings.warn(f"no scout: {problem}. The learning rate is kept as given.", stacklevel=5)
-        return replace(settings, scout=None)
-
     def _open(
         self,
         prepare: Callable[[], tuple[Base, Settings]],
@@ -482,7 +467,7 @@ class HDET(LRScheduler):
             return
         total = self._settings.total_steps if late is None else late["total_steps"]
         if scout.restart and told is None:
-            Search(scout, num_replicas=self._replicas.size, total_steps=total)  # or it is refused
+            check_room(scout, num_replicas=self._replicas.size, total_steps=total)
             self._second_start = SecondStart(
                 self.optimizer, self._model, self._parameters, self._counted
             )
@@ -508,7 +493,7 @@ class HDET(LRScheduler):
             raise RuntimeError(f"{problem}.")
         total = self._settings.total_steps
         left = None if total is None else max(total - self.last_epoch, 0)
-        Search(scout, num_replicas=self._replicas.size, total_steps=left)  # refuses too short a run
+        check_room(scout, num_replicas=self._replicas.size, total_steps=left)
         return self._model, left
 
     def _explore(
@@ -631,10 +616,8 @@ class HDET(LRScheduler):
         """Of what is left of the base schedule, in units of what the scout has looked around; none
         unless all processes agree, who may not all know it."""
         share = self._base.mean_share(self._settings.total_steps)
-        if share is not None and expedition.late:
-            pairs = zip(self._base.lrs, self._base.peaks, strict=True)
-            now = fmean(lr / peak for lr, peak in pairs if peak)
-            share = share / now if now else None
+        now = self._base.share_of_now() if expedition.late else 1.0
+        share = share / now if share is not None and now else None
         rows = [[math.nan if share is None else share]] * len(self._replicas.local)
         shares = self._replicas.gather(torch.tensor(rows, dtype=torch.float64)).flatten().tolist()
         return shares[0] if all(other == shares[0] for other in shares) else None
@@ -652,7 +635,7 @@ class HDET(LRScheduler):
             probed = self._probe(self._steering.cycle, self._settings.sync_every)
         stopwatch = Stopwatch(self._device())
         call = self._hear_all(probed)
-        if self._is_set_back(call):
+        if self._goes_back(call):
             return
         verdict, num_bytes = self._converge(call)
         stopwatch.mark()
@@ -684,21 +667,20 @@ class HDET(LRScheduler):
             self._hands.check_read(self.last_epoch)
         return call
 
-    def _is_set_back(self, call: RollCall) -> bool:
-        """Whether the cycle was not good enough to go on from."""
+    def _goes_back(self, call: RollCall) -> bool:
+        """Whether the cycle was not good enough to go on from: then the run was taken back."""
         if self._refuge is not None:
             self._refuge.watch.begin(call.first_loss, call.first_error)
-        if self._second_start is not None and self._is_stuck(self._second_start, call):
+        if self._second_start is not None and self._starts_again(self._second_start, call):
             return True
         if self._refuge is not None and (reason := self._spike(self._refuge, call)):
             self._go_back(self._refuge, reason)
             return True
         return False
 
-    def _is_stuck(self, second: SecondStart, call: RollCall) -> bool:
-        """Whether the run goes back to its first weights; as long as that may still pay."""
-        total = self._settings.total_steps
-        if self._steering.cycle >= EARLY or (total and SOON * self.last_epoch > total):
+    def _starts_again(self, second: SecondStart, call: RollCall) -> bool:
+        """Whether the run is stuck, and was taken back to its first weights."""
+        if is_late(self._steering.cycle, self.last_epoch, self._settings.total_steps):
             self._forget_first_weights()
             return False
         loss, error = self._mean_loss(call)
@@ -864,13 +846,9 @@ class HDET(LRScheduler):
     def _mean_loss(self, call: RollCall) -> tuple[float | None, float | None]:
         """Of the replicas that are fit, with its standard error; not a number if none is."""
         try:
-            fit = self._triage(call).fit
+            return call.mean_of(self._triage(call).fit)
         except ReplicasLost:
             return math.nan, None
-        losses = [loss for r in fit if (loss := call.losses[r]) is not None]
-        errors = [error for r in fit if (error := call.errors[r]) is not None]
-        error = math.hypot(*errors) / len(errors) if len(errors) == len(fit) else None
-        return fmean(losses) if losses else None, error
 
     def _go_back(self, refuge: Refuge, reason: str) -> None:
         """To the last good weights, with a lower scale; the schedule and the data go on."""

@@ -111,6 +111,11 @@ def coarse_steps(scout: Scout, total_steps: int | None, num_replicas: int) -> in
     return max(min(COARSE_STEPS, int(scout.share * total_steps) // (4 * rounds)), FEWEST_STEPS)
 
 
+def check_room(scout: Scout, *, num_replicas: int, total_steps: int | None) -> None:
+    """Refuse a run that has no room for one sweep."""
+    Search(scout, num_replicas=num_replicas, total_steps=total_steps)
+
+
 class Window(NamedTuple):
     """The learning rates around a first choice, known by their place from below."""
 

@@ -33,7 +33,7 @@ class Stuck:
     def reason(self, loss: float | None, error: float | None) -> str | None:
         """Why a run is stuck after one cycle more, if it is."""
         self._num += 1
-        if loss is None or self._num > EARLY:
+        if loss is None:
             return None
         if not math.isfinite(loss):
             return "the loss is not finite"
@@ -43,9 +43,20 @@ class Stuck:
             self._lowest, self._error = loss, error or 0.0
         gained = 0.0 if self._first is None else self._first - self._lowest
         self._idle = self._idle + 1 if rise >= -LITTLE * gained else 0
-        if self._idle >= PATIENCE or (error and rise > BEYOND_DOUBT * doubt):
-            return f"the loss {loss:.4g} after {before:.4g} hardly falls any more"
+        if error and rise > BEYOND_DOUBT * doubt:
+            return f"loss {loss:.4g} after {before:.4g}"
+        if self._idle >= PATIENCE:
+            return f"loss {loss:.4g} after {before:.4g} hardly falls any more"
         return None
+
+
+def is_late(cycle: int, step: int, total_steps: int | None) -> bool:
+    """Whether a run has come too far to start again.
+
+    >>> is_late(2, 300, 1000), is_late(2, 400, 1000), is_late(EARLY, 300, None)
+    (False, True, True)
+    """
+    return cycle >= EARLY or (total_steps is not None and SOON * step > total_steps)
 
 
 def is_far(factor: float) -> bool:
