@@ -2,8 +2,9 @@
 
     python -m benchmarks.cost [--quick] [--data FOLDER] [--out FILE]
 
-The language model of the settling benchmark on stacked replicas, by the library itself: with a
-plain schedule, with scout and guard, and with a probe besides. The cost of a run is the share of
+The language model of the settling benchmark on stacked replicas, and one of the size of GPT-2 small
+(`large`), by the library itself: with a plain schedule, with scout and guard, and with a probe
+besides. The cost of a run is the share of
 its time that its scout took, plus whatever the rest of it took longer than the same steps of the
 plain run. The runs take turns, so that a machine that gets slower slows all; the turn in the middle
 counts for all, so that a hiccup of the machine does not.
@@ -22,13 +23,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from benchmarks import methods, tasks
+from benchmarks import confirm, methods, tasks
 from benchmarks.settle import ENTRIES, RESULTS, write_result
 from benchmarks.tasks import Plan, Task
 
-ROUND, ROUNDS = 50, 10
-"""Steps of one run before another has its turn, and how many turns after the scout. The rest of a
-run is like them."""
+ROUND, ROUNDS, FEW = 50, 10, 5
+"""Steps of one run before another has its turn, and how many turns after the scout (few of a large
+model). The rest of a run is like them."""
 
 
 class Timed:
@@ -77,7 +78,7 @@ class Timed:
         self._step += 1
 
 
-def measured(task: Task, plan: Plan) -> dict[str, Any]:
+def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
     first = int(hdet.Scout().share * plan.steps)
     Timed(task, plan).advance(20)  # kernels choose their algorithms
     guarded = {"scout": hdet.Scout(), "guard": hdet.Guard()}
@@ -86,7 +87,7 @@ def measured(task: Task, plan: Plan) -> dict[str, Any]:
         "losses": Timed(task, plan, **guarded),
         "probe": Timed(task, plan, **guarded, probe=task.probe),
     }
-    pieces = [first, *[ROUND] * min(ROUNDS, (plan.steps - first) // ROUND)]
+    pieces = [first, *[ROUND] * min(rounds, (plan.steps - first) // ROUND)]
     for place, num in enumerate(pieces):
         for run in runs.values():
             run.advance(num)
@@ -110,16 +111,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     entry = ENTRIES["language, AdamW"]
-    plan = entry.quick if options.quick else entry.full
+    plans = {"": (entry.full, ROUNDS), "large_": (confirm.FULL, FEW)}
+    if options.quick:
+        plans = {"": (entry.quick, ROUNDS)}
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
     device = torch.device("cuda" if on_gpu else "cpu")
-    task = tasks.language(plan, options.data and Path(options.data), device)
-    numbers = measured(task, plan)
+    numbers: dict[str, float] = {}
+    for size, (plan, rounds) in plans.items():
+        task = tasks.language(plan, options.data and Path(options.data), device)
+        numbers |= {f"{size}{name}": n for name, n in measured(task, plan, rounds).items()}
     told = {
         "headline": numbers,
-        "settings": {"plan": list(plan), "replicas": methods.N},
+        "settings": {"plans": [list(plan) for plan, _ in plans.values()], "replicas": methods.N},
     }
     out = options.out or RESULTS / ("cost.quick.json" if options.quick else "cost.json")
     write_result(out, told)

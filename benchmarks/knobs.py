@@ -7,10 +7,12 @@ and ten times too high, with N = 8 replicas on one device, by the noise-aware Tr
 paper's rule on the same probe. A run is judged by the value it ends with and by the validation loss
 of its consensus, beside those of the best fixed value: known in closed form, or the best of a grid
 on the mean of all seeds, whose runs have the same replicas, data and length. The four learning
-rates of a transformer follow OneCycleLR with shared gradients, and are found by a scout too. A last
+rates of a transformer follow OneCycleLR with shared gradients, and are found by a scout too; its
+text is in $HDET_DATA (benchmarks/data.py), or what scikit-learn has, which is too short. A last
 problem has six knobs at once, one of which does nothing. "Recompiles" counts how often torch
 compiled anything after the first cycle in a run of 50 cycles with every kind of knob on, its model
-and its optimizer compiled.
+and its optimizer compiled. Runs are kept as they end: the same command goes on where it was
+stopped. Delete FILE's `.part` after a change of the code.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
@@ -124,23 +126,42 @@ def frozen(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 class Bench:
-    """Makes runs in a few processes, and says how far it is."""
+    """Makes runs in a few processes, keeps each as it ends, and says how far it is."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, kept: Path) -> None:
         self._pool = ProcessPoolExecutor(workers)
         self._start = time.perf_counter()
+        self._kept = kept
+        """One line for each run; the same command goes on from there."""
+        self._known: dict[str, Ended] = {}
+        if kept.exists():
+            for line in kept.read_text().splitlines():
+                job, ended = json.loads(line)
+                self._known[json.dumps(job)] = Ended(*ended)
 
     def __call__(self, what: str, jobs: Sequence[Job]) -> list[Ended]:
-        ended = []
-        for number, one in enumerate(self._pool.map(work, jobs), start=1):
-            ended.append(one)
-            print(
-                f"\r{time.perf_counter() - self._start:5.0f} s  {what}: {number} of {len(jobs)}  ",
-                end="",
-                flush=True,
-            )
+        made = {
+            self._pool.submit(work, job): json.dumps(job)
+            for job in jobs
+            if json.dumps(job) not in self._known
+        }
+        done = len(jobs) - len(made)
+        for number, future in enumerate(as_completed(made), start=done + 1):
+            self._keep(made[future], future.result())
+            spent = time.perf_counter() - self._start
+            print(f"\r{spent:5.0f} s  {what}: {number} of {len(jobs)}  ", end="", flush=True)
         print()
-        return ended
+        return [self._known[json.dumps(job)] for job in jobs]
+
+    def _keep(self, job: str, ended: Ended) -> None:
+        self._known[job] = ended
+        self._kept.parent.mkdir(exist_ok=True)
+        with self._kept.open("a") as lines:
+            lines.write(f"[{job}, {json.dumps(ended)}]\n")
+
+    def close(self) -> None:
+        """All is in the result: nothing is left to go on from."""
+        self._kept.unlink(missing_ok=True)
 
 
 def rows_of(problem: Problem, seeds: Sequence[int], bench: Bench) -> Iterator[dict[str, Any]]:
@@ -363,7 +384,7 @@ def main() -> None:
     wanted = tuple(name for name in options.only.split(",") if name)
     out = options.out or RESULTS / ("knobs.quick.json" if options.quick else "knobs.json")
     kept = json.loads(out.read_text()) if wanted and out.exists() else {"rows": [], "six": []}
-    bench = Bench(options.workers)
+    bench = Bench(options.workers, out.with_suffix(".part"))
     rows, six = list(kept["rows"]), list(kept["six"])
     for problem in PROBLEMS:
         if problem.name.startswith(wanted or ""):
@@ -378,6 +399,7 @@ def main() -> None:
     show(rows, six)
     for name, value in write(out, rows, six, count).items():
         print(f"{name}: {value}")
+    bench.close()
 
 
 def write(out: Path, rows: Any, six: Any, count: int | None) -> dict[str, Any]:

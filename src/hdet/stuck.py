@@ -1,15 +1,24 @@
 """Whether a run that has just begun gets anywhere. Plain Python, the same on every process."""
 
 import math
+from typing import NamedTuple
 
 EARLY, SOON = 10, 3
 """So many cycles are looked at, in the first third of a run: later there is too much to lose."""
 PATIENCE, LITTLE = 2, 0.01
-"""So many cycles in a row that add no more than this share to all that was gained; ..."""
+"""So many cycles in a row that add no more than this share to all that was gained, or no more than
+their noise; ..."""
 BEYOND_DOUBT = 2.5
 """... or one that is worse by so many standard errors."""
 FAR = 4.0
 """A learning rate is the wrong one if a better one is so many times higher or lower."""
+
+
+class Loss(NamedTuple):
+    """Of one cycle, and its standard error."""
+
+    mean: float
+    error: float
 
 
 class Stuck:
@@ -21,33 +30,38 @@ class Stuck:
     """
 
     def __init__(self) -> None:
-        self._num = self._idle = 0
-        self._first: float | None = None
-        self._lowest, self._error = math.inf, 0.0
+        self._past: list[Loss] = []
+        """That before the first step, if it is known, and those of all cycles."""
+        self._begun = False
 
     def begin(self, loss: float | None, error: float = 0.0) -> None:
         """The loss before the first step: no cycle should be above it."""
-        if self._num == 0 and loss is not None:
-            self._first, self._lowest, self._error = loss, loss, error
+        if not self._begun and loss is not None:
+            self._past, self._begun = [Loss(loss, error)], True
 
     def reason(self, loss: float | None, error: float | None) -> str | None:
         """Why a run is stuck after one cycle more, if it is."""
-        self._num += 1
+        self._begun = True
         if loss is None:
             return None
         if not math.isfinite(loss):
             return "the loss is not finite"
-        rise, doubt = loss - self._lowest, math.hypot(error or 0.0, self._error)
-        before = self._lowest
-        if rise < 0:
-            self._lowest, self._error = loss, error or 0.0
-        gained = 0.0 if self._first is None else self._first - self._lowest
-        self._idle = self._idle + 1 if rise >= -LITTLE * gained else 0
-        if error and rise > BEYOND_DOUBT * doubt:
-            return f"loss {loss:.4g} after {before:.4g}"
-        if self._idle >= PATIENCE:
-            return f"loss {loss:.4g} after {before:.4g} hardly falls any more"
+        now = Loss(loss, error or 0.0)
+        self._past.append(now)
+        if len(self._past) == 1:
+            return None
+        before = min(self._past[:-1])
+        if error and loss - before.mean > BEYOND_DOUBT * math.hypot(now.error, before.error):
+            return f"loss {loss:.4g} after {before.mean:.4g}"
+        if len(self._past) > PATIENCE and self._is_idle():
+            return f"loss {loss:.4g} after {before.mean:.4g} hardly falls any more"
         return None
+
+    def _is_idle(self) -> bool:
+        before, lately = min(self._past[:-PATIENCE]), min(self._past[-PATIENCE:])
+        gained = self._past[0].mean - min(before, lately).mean
+        noise = math.hypot(before.error, lately.error)
+        return before.mean - lately.mean <= max(LITTLE * gained, noise)
 
 
 def is_late(cycle: int, step: int, total_steps: int | None) -> bool:
