@@ -71,9 +71,13 @@ def run(
     largest_move: float | None = 2.0,
     auto_lr: bool = True,
     shared: bool = True,
+    outer: tuple[float, float] | None = None,
     on_step: Callable[[int, list[nn.Module]], Any] | None = None,
 ) -> Run:
-    """Train; `permutation(group, cycle)[replica]` is the index of a multiplier."""
+    """Train; `permutation(group, cycle)[replica]` is the index of a multiplier.
+
+    `outer` is the learning rate and momentum of Nesterov steps on what every cycle has changed.
+    """
     replicas = range(num_replicas)
     groups = range(len(peaks))
     models = [copy.deepcopy(model) for _ in replicas]
@@ -85,6 +89,8 @@ def run(
     floors = [peak / 25.0 / 1e4 for peak in peaks]
     in_control = False
     loss_sums = [0.0] * num_replicas
+    slow = [p.detach().clone() for p in model.parameters()]
+    velocities = [torch.zeros_like(p) for p in slow]
     cycles: list[Cycle] = []
     for step in range(total_steps):
         if not in_control:
@@ -107,6 +113,8 @@ def run(
         if done % sync_every != 0 and done != total_steps:
             continue
         average(models)
+        if outer is not None:
+            nesterov(models, slow, velocities, *outer)
         steps = sync_every if done % sync_every == 0 else done % sync_every
         losses = [total / steps for total in loss_sums]
         loss_sums = [0.0] * num_replicas
@@ -144,6 +152,23 @@ def share_gradients(models: Sequence[nn.Module]) -> None:
         mean = sum(p.grad for p in same) / len(same)
         for p in same:
             p.grad = mean.clone()
+
+
+@torch.no_grad()
+def nesterov(
+    models: Sequence[nn.Module],
+    slow: list[Tensor],
+    velocities: list[Tensor],
+    lr: float,
+    momentum: float,
+) -> None:
+    """The outer step of DiLoCo (2311.08105): all take it from the weights of the last sync."""
+    for place, same in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+        change = slow[place] - same[0]
+        velocities[place] = momentum * velocities[place] + change
+        slow[place] = slow[place] - lr * (change + momentum * velocities[place])
+        for p in same:
+            p.copy_(slow[place])
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def test_only_one_room_talks_to_other_processes() -> None:
     speakers = [
         path.name for path in SOURCE.rglob("*.py") if "torch.distributed" in path.read_text()
     ]
-    assert speakers == ["replicas.py"]
+    assert sorted(speakers) == ["checkpoint.py", "replicas.py"]  # the one saves, the other sends
 
 
 def test_the_drop_in_takes_one_cycle_lrs_arguments_in_their_order() -> None:

@@ -1,6 +1,7 @@
 """hdet over real processes equals Algorithm 1 as a plain loop (tests/reference.py)."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.processes import Processes
 
 N, T, S, WARMUP = 4, 3, 132, 12  # 44 cycles, 40 of them steered
 PEAKS = [0.03, 0.01, 0.02, 0.05]
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SETTINGS = {"spread": 0.25, "temperature": 0.05, "step_size": 0.7, "momentum": 0.8}
 
 
@@ -30,7 +32,8 @@ def train(rank: int, name: str, gradients: str, folder: str) -> list[torch.Tenso
         sync_every=T,
         warmup_steps=WARMUP,
         model=model,
-        gradients=gradients,  # type: ignore[arg-type]
+        gradients="shared" if gradients == "shared" else "local",
+        outer=OUTER if gradients == "outer" else None,
         record=folder,
         seed=5,
         **SETTINGS,  # type: ignore[arg-type]
@@ -61,6 +64,7 @@ def expected(name: str, gradients: str, largest_move: float | None = 2.0) -> ref
         sigma=0.05,
         lam=0.7,
         shared=gradients == "shared",
+        outer=(0.7, 0.9) if gradients == "outer" else None,
         largest_move=largest_move,
     )
 
@@ -73,7 +77,7 @@ def test_as_printed_the_update_makes_learning_rates_negative() -> None:
     assert min(centre for cycle in bounded for centre in cycle.centres) > 0
 
 
-@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("gradients", ["shared", "local", "outer"])
 @pytest.mark.parametrize("name", sorted(toy.OPTIMIZERS))
 def test_every_number_equals_the_reference(
     processes: Processes, tmp_path: Path, name: str, gradients: str

@@ -103,7 +103,8 @@ def refused(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1))
     group = dist.new_group([0])
     texts = []
-    for argument, options in ((mesh, {}), (None, {"bucket_bytes": 3})):
+    cases: list[tuple[Any, dict[str, Any]]] = [(mesh, {}), (None, {"bucket_bytes": 3})]
+    for argument, options in cases:
         with pytest.raises(ValueError) as error:
             ProcessReplicas(argument, **options)
         texts.append(str(error.value))

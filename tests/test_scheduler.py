@@ -744,7 +744,7 @@ def train_without_ddp(rank: int) -> None:
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="`model` is not wrapped in DistributedDataParallel"):
+    with pytest.warns(UserWarning, match="`model` is neither wrapped in DistributedDataParallel"):
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 

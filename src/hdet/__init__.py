@@ -6,6 +6,7 @@ spread in units of the *base* schedule; *factor* = scale x multiplier; the *cons
 of the replicas' weights.
 """
 
+from hdet.checkpoint import load_checkpoint, save_checkpoint
 from hdet.controller import PaperController
 from hdet.dials import Dial
 from hdet.guard import Guard, ReplicasLost
@@ -53,8 +54,10 @@ __all__ = [
     "eps",
     "gradient_clip",
     "label_smoothing",
+    "load_checkpoint",
     "lr",
     "momentum",
     "perturb_",
+    "save_checkpoint",
     "weight_decay",
 ]

@@ -1,6 +1,6 @@
 """One replica of this process: which tensors it consists of, and what becomes of each kind."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hdet.buckets import flatten, packed
+from hdet.shards import layout, local, sharded_modules
 
 PARTS = ("moving", "still", "buffers", "state")
 """What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
@@ -21,6 +22,9 @@ SAMPLES = 4096
 Agreed = Mapping[str, list[bool]]
 """Part -> for each of its tensors (or for all of them at once) whether all replicas agree in it."""
 
+Lonely = Callable[[Mapping[str, Tensor]], Collection[str]]
+"""Parameters by name -> the names of those that exist once for all replicas."""
+
 
 class Place(NamedTuple):
     """Where a module keeps a tensor. A buffer may be rebound; then the new one counts."""
@@ -31,10 +35,22 @@ class Place(NamedTuple):
 
 
 class Body:
-    """The optimizer of a replica, and its model if it was given."""
+    """The optimizer of a replica, and its model if it was given.
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+    Where tensors are sharded over the processes of a replica, all of this is about the shards of
+    this process. A parameter that exists once for all replicas is in no part: nobody has another
+    one to average it with.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None,
+        alone: Lonely = lambda named: (),
+    ) -> None:
         self.optimizer = optimizer
+        self._find_alone = alone
+        self._sharded = sharded_modules(model)
         self._parameter_places = _places(model, "_parameters")
         self._buffer_places = _places(model, "_buffers")
         self._key: tuple[list[int], list[bool], list[int], list[int]] | None = None
@@ -44,24 +60,28 @@ class Body:
 
     def refresh(self) -> None:
         """Look again which tensors there are: some may have been rebound, frozen or added."""
+        for module in self._sharded:
+            module.reshard()  # whole parameters would not see what is written into shards
         parameters = _present(self._parameter_places)
         parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
         buffers = _present(self._buffer_places)
-        everything = [*parameters, *buffers]
+        everything = [*map(local, parameters), *map(local, buffers)]
         key = (
-            [*map(id, everything)],
+            [*map(id, parameters), *map(id, buffers)],
             [tensor.requires_grad for tensor in parameters],
             # `tensor.data = ...` moves a tensor under its name, or cuts it.
             [*map(Tensor.data_ptr, everything)],
             [*map(Tensor.numel, everything)],
         )
         if key != self._key:
-            once = _once(parameters)
             self._key = key
+            named = self.parameters()
+            self._alone = {id(named[name]) for name in self._find_alone(named)}
+            once = _once(p for p in parameters if id(p) not in self._alone)
             self._parts = {
-                "moving": [p for p in once if p.requires_grad],
-                "still": [p for p in once if not p.requires_grad],
-                "buffers": _once(buffers),
+                "moving": [local(p) for p in once if p.requires_grad],
+                "still": [local(p) for p in once if not p.requires_grad],
+                "buffers": [*map(local, _once(buffers))],
             }
             self._lists.clear()
 
@@ -72,7 +92,20 @@ class Body:
     def steered(self) -> list[Tensor]:
         """The parameters that the optimizer moves; others may have gradients that nobody clears."""
         groups = self.optimizer.param_groups
-        return _once([p for group in groups for p in group["params"] if p.requires_grad])
+        moved = [p for group in groups for p in group["params"] if p.requires_grad]
+        return _once(p for p in moved if id(p) not in self._alone)
+
+    def unsaved(self) -> list[str]:
+        """Those that exist once for all replicas, and do not say which part of what they are."""
+        alone = {name: p for name, p in self.parameters().items() if id(p) in self._alone}
+        return [name for name, parameter in alone.items() if layout(parameter) is None]
+
+    def movers(self) -> list[Tensor]:
+        """The parameters that train, whole or sharded, also those of which nothing lies here."""
+        parameters = _present(self._parameter_places)
+        parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
+        mine = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._alone}
+        return list(mine.values())
 
     def divided(self, names: Iterable[str], agreed: Agreed) -> tuple[list[Tensor], list[Tensor]]:
         """What replicas may differ in: tensors to average, and those of which the largest counts.
@@ -131,6 +164,18 @@ class Body:
         tensors = [*self._parts["moving"], *self._parts["still"]]
         return tensors[0].device if tensors else None
 
+    def shards(self) -> dict[str, Tensor]:
+        """What this process has of every parameter."""
+        return {name: local(parameter) for name, parameter in self.parameters().items()}
+
+    def replicated(self) -> dict[str, Tensor]:
+        """What this process has of those of which every replica has one."""
+        return {
+            name: local(parameter)
+            for name, parameter in self.parameters().items()
+            if id(parameter) not in self._alone
+        }
+
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter under its name in the model, or its place in the optimizer."""
         named = _named(self._parameter_places)
@@ -142,7 +187,7 @@ class Body:
         return named
 
     def buffers(self) -> dict[str, Tensor]:
-        return _named(self._buffer_places)
+        return {name: local(buffer) for name, buffer in _named(self._buffer_places).items()}
 
     def groups(self, turned: Collection[str] = ()) -> list[dict[str, Any]]:
         """Settings and parameters of every group, without what differs between replicas."""
@@ -158,16 +203,23 @@ class Body:
 
     def check(self) -> None:
         """Refuse parameters that cannot be averaged, by name."""
-        named = self.parameters()
+        named = self.shards()
         for name, parameter in named.items():
             _check_dense(name, parameter)
         _check_apart(named)
+        if not any(self._parts[part] for part in ("moving", "still")):
+            raise ValueError(
+                "every replica must have parameters of its own, got a model whose parameters all "
+                "exist once: it is sharded over the processes that are to be replicas. Pass "
+                "ProcessReplicas(mesh['replicate']) of the mesh it is sharded on."
+            )
 
     def _state(self) -> list[tuple[str, Tensor]]:
         return [
-            (key, state[key])
+            (key, local(state[key]))
             for group in self.optimizer.param_groups
             for parameter in group["params"]
+            if id(parameter) not in self._alone
             for state in [self.optimizer.state.get(parameter, {})]
             for key in sorted(state)
             if isinstance(state[key], Tensor)
@@ -212,11 +264,11 @@ def _named(places: Iterable[Place]) -> dict[str, Tensor]:
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor at its first place; tied ones share their memory."""
+    """Each tensor of which something lies here at its first place; tied ones share memory."""
     seen: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
-        if tensor.numel():
-            seen.setdefault((tensor.data_ptr(), tensor.numel()), tensor)
+        if (here := local(tensor)).numel():
+            seen.setdefault((here.data_ptr(), here.numel()), tensor)
     return list(seen.values())
 
 

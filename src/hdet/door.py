@@ -17,6 +17,7 @@ from hdet.controller import Controller, PaperController
 from hdet.design import DESIGNS
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
+from hdet.outer import Make, describe_outer
 from hdet.parameters import Parameters
 from hdet.preset import scout_problem, unfit_for_scouts
 from hdet.probe import Probe
@@ -46,6 +47,8 @@ class Settings:
     probe: Probe | None = None
     scout: Scout | None = None
     guard: Guard | None = None
+    outer: Make | None = None
+    overlap: int = 0
     design: str | None = None
     """Who explores what; by default the paper's permutations for its controller."""
 
@@ -60,6 +63,7 @@ class Settings:
         check_range("spread", self.spread, least=0, below=1)
         check_integer("sync_every", self.sync_every, at_least=1)
         check_integer("seed", self.seed, at_least=0)
+        check_integer("overlap", self.overlap, at_least=0)
         check_choice("gradients", self.gradients, GRADIENTS)
         check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         check_choice("on_overrun", self.on_overrun, OVERRUNS)
@@ -116,6 +120,7 @@ def plain(settings: Settings) -> dict[str, Any]:
     entries["knobs"] = [knob.describe() for knob in settings.knobs]
     for name in ("scout", "guard"):
         entries[name] = None if entries[name] is None else asdict(entries[name])
+    entries["outer"] = None if settings.outer is None else describe_outer(settings.outer)
     entries["probe"] = None if settings.probe is None else settings.probe.describe()
     return entries
 
@@ -163,6 +168,13 @@ def check_together(
     for name in ("scout", "guard"):
         if getattr(settings, name) is not None and not rates:
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
+    if settings.overlap:
+        _check_overlap(settings)
+    if settings.outer is not None and replicas.size == 1:
+        warnings.warn(
+            "`outer` needs several replicas: nothing converges here, and it makes no step.",
+            stacklevel=5,
+        )
     total, limit = settings.total_steps, base.total_steps
     if total is not None and limit is not None and total > limit:
         raise ValueError(
@@ -173,6 +185,24 @@ def check_together(
             f"`sync_every` ({settings.sync_every}) is longer than the run ({total} "
             "steps): replicas converge once, at its end, and the scale is never moved.",
             stacklevel=5,
+        )
+
+
+def _check_overlap(settings: Settings) -> None:
+    if 2 * settings.overlap > settings.sync_every:
+        raise ValueError(
+            "`overlap` must be at most half of `sync_every` "
+            f"({settings.sync_every}), got {settings.overlap}."
+        )
+    if settings.optimizer_state != "keep":
+        raise ValueError(
+            "`overlap` needs optimizer_state='keep': states that train on cannot be averaged, got "
+            f"{settings.optimizer_state!r}."
+        )
+    if settings.outer is not None:
+        raise ValueError(
+            "`overlap` must be 0 with an `outer` optimizer, whose step starts from weights that "
+            f"all replicas share, got {settings.overlap}."
         )
 
 
@@ -209,21 +239,29 @@ def refuse(replicas: Replicas, problem: Exception) -> NoReturn:
 def agree(replicas: Replicas, mine: Description) -> bool:
     """Raise on all replicas if one of them has a problem or differs; whether weights differ."""
     everyone = replicas.gather_objects(mine)
-    for replica, theirs in enumerate(everyone):
+    for process, theirs in enumerate(everyone):
         if isinstance(theirs, str):
-            raise ValueError(f"replica {replica} could not start: {theirs}")
-    first = everyone[0]
+            raise ValueError(f"replica {process // replicas.parts} could not start: {theirs}")
     on_purpose = all(theirs.perturbed for theirs in everyone)
     weights_differ = False
-    for replica, theirs in enumerate(everyone):
-        difference = _different_settings(
-            first.settings, theirs.settings, replica
-        ) or _different_parameters(first.parameters, theirs.parameters, replica)
+    for process, theirs in enumerate(everyone):
+        replica, part = divmod(process, replicas.parts)
+        first = everyone[part]  # parts of one replica may hold other tensors
+        difference = (
+            _different_settings(first.settings, theirs.settings, replica)
+            or _different_settings(_common(everyone[0]), _common(theirs), replica)
+            or _different_parameters(first.parameters, theirs.parameters, replica)
+        )
         weights = _different_weights(first.parameters, theirs.parameters, replica)
         if difference or (weights and not on_purpose):
             raise ValueError(f"replicas must be alike: {difference or weights}")
         weights_differ |= weights is not None
     return weights_differ or (on_purpose and replicas.size > 1)
+
+
+def _common(told: Description) -> dict[str, Any]:
+    """What also the parts of one replica must agree in."""
+    return {name: value for name, value in told.settings.items() if name != "groups"}
 
 
 def _different_settings(first: Any, other: Any, replica: int, name: str = "") -> str | None:

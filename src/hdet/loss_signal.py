@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet.shards import whole
+
 
 class LossSignal:
     """Running weighted sum of the losses that each local replica saw in this cycle."""
@@ -39,7 +41,7 @@ class LossSignal:
             raise ValueError(f"`weight` must be a finite number above 0, got {weight!r}.")
         if not isinstance(loss, (Tensor, int, float)):
             raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
-        values = torch.as_tensor(loss).detach()
+        values = whole(torch.as_tensor(loss).detach())
         if values.numel() != self._num_local:
             raise ValueError(
                 f"`loss` must hold {self._num_local} number(s), one for each replica of this "

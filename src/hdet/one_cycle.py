@@ -14,6 +14,7 @@ from hdet.controller import PaperController
 from hdet.door import Settings
 from hdet.guard import Guard
 from hdet.knobs import LearningRate, flattened
+from hdet.outer import Make
 from hdet.probe import Probe, as_probe
 from hdet.replicas import Replicas
 from hdet.scheduler import HDET
@@ -62,6 +63,8 @@ class OneCycleHDET(HDET):
         guard: Guard | None = None,
         gradients: Literal["shared", "local"] = "shared",
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
+        outer: Make | None = None,
+        overlap: int = 0,
         replicas: Replicas | None = None,
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
         record: str | Path | None = None,
@@ -104,6 +107,8 @@ class OneCycleHDET(HDET):
                 controller=controller if auto_lr else None,
                 gradients=gradients,
                 optimizer_state=optimizer_state,
+                outer=outer,
+                overlap=overlap,
                 total_steps=base.total_steps,
                 on_overrun=on_overrun,
                 seed=seed,

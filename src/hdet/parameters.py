@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 from hdet.body import PARTS, Agreed, Body
 from hdet.fingerprint import fingerprint, fingerprints
+from hdet.flight import Flight
+from hdet.outer import Make, Outer
 from hdet.replicas import Replicas, local_replicas
+from hdet.shards import cut, local, whole
 from hdet.snapshot import Snapshot, restore, take
 from hdet.validation import check_integer, check_range
 
@@ -25,12 +28,28 @@ Shape = tuple[tuple[int, ...], str, tuple[int, ...], int | None]
 class Parameters:
     """The weights, buffers and optimizer states of the replicas that live in this process."""
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None,
+        replicas: Replicas,
+        outer: Make | None = None,
+    ) -> None:
         self._replicas = replicas
         pairs = zip(replicas.optimizers(optimizer), replicas.modules(model), strict=True)
-        self._bodies = [Body(*pair) for pair in pairs]
+        self._bodies = [Body(*pair, replicas.alone) for pair in pairs]
+        self._outer = None if outer is None else Outer(outer, optimizer, self._bodies)
+        self._flight: Flight | None = None
         self._tail: list[Tensor] = []
         self._tail_steps = 0
+
+    @property
+    def outer(self) -> Optimizer | None:
+        return None if self._outer is None else self._outer.optimizer
+
+    def unsaved(self) -> list[str]:
+        """Parameters that exist once for all replicas, as plain tensors."""
+        return [name for body in self._bodies for name in body.unsaved()]
 
     def refresh(self) -> None:
         """Look again which tensors the replicas consist of; a roll call begins with it."""
@@ -76,12 +95,16 @@ class Parameters:
         """
         self.refresh()
         rows = [[_gradient(p) for p in body.steered()] for body in self._bodies]
-        alone = torch.stack([_square(row) for row in rows])
+        alone = self._squares(rows)
         everyone = self._replicas.gather(alone)
         if not bool((everyone.isfinite() & (everyone > 0)).all()):
             return None
         self._replicas.average_(rows, range(self._replicas.size), once=True)
-        return float(everyone.mean()), float(_square(rows[0]))
+        return float(everyone.mean()), float(self._squares(rows)[0])
+
+    def _squares(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Of the norm of each local replica's tensors, over all processes that it consists of."""
+        return self._replicas.pool(torch.stack([_square(row)[None] for row in rows])).sum(1)
 
     def describe(self) -> dict[str, Shape]:
         """Name -> what replicas must have in common, for the door."""
@@ -89,7 +112,7 @@ class Parameters:
         body.check()
         if not self.are_perturbed():
             self._check_alike()
-        parameters, buffers = body.parameters(), body.buffers()
+        parameters, buffers = body.replicated(), body.buffers()
         prints: list[int | None] = [*fingerprints(list(parameters.values())).tolist()]
         prints += [None] * len(buffers)
         everything = zip([*parameters.items(), *buffers.items()], prints, strict=True)
@@ -109,7 +132,7 @@ class Parameters:
 
     def _check_alike(self) -> None:
         """Replicas that live together must start from the same values too."""
-        named = [body.parameters() for body in self._bodies]
+        named = [body.replicated() for body in self._bodies]
         prints = [fingerprints(list(one.values())).tolist() for one in named if len(named) > 1]
         for name, *values in zip(named[0], *prints, strict=False):
             for replica, value in enumerate(values):
@@ -124,10 +147,43 @@ class Parameters:
     # What is done to them --------------------------------------------------------------------
 
     def converge_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> int:
-        """Every replica takes the mean of those that are fit (eq. 3); the bytes reduced.
+        """Every replica takes the mean of those that are fit (eq. 3), and an outer optimizer, if
+        there is one, makes its step; the bytes reduced."""
+        num_bytes = self._average_(fit, parts, agreed)
+        if self._outer is not None:
+            self._outer.step()
+        return num_bytes
 
-        What is equal on all replicas is left alone: averaging it would cost traffic, and for an N
-        that is no power of two the mean of equal numbers is not always that number.
+    def start_converge_(self, fit: Sequence[int], agreed: Agreed) -> int:
+        """Send off the weights that train, and average the rest; the bytes reduced.
+
+        The replicas train on meanwhile, until `land_`.
+        """
+        rows = [body.divided(("moving",), agreed)[0] for body in self._bodies]
+        self._flight = Flight(self._replicas, rows, fit) if rows[0] else None
+        num_bytes = 0 if self._flight is None else self._flight.num_bytes
+        return num_bytes + self._average_(fit, ("still", "buffers"), agreed)
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether a mean is still to come: until then replicas are apart."""
+        return self._flight is not None
+
+    def land_(self) -> None:
+        """What was sent off comes back as a change."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.refresh()
+            flight.land()
+
+    def abandon(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.abandon()
+
+    def _average_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> int:
+        """What is equal on all replicas is left alone: averaging it would cost traffic, and for an
+        N that is no power of two the mean of equal numbers is not always that number.
         """
         divided = [body.divided(parts, agreed) for body in self._bodies]
         means, counts = zip(*divided, strict=True)
@@ -139,7 +195,13 @@ class Parameters:
         Where states differ in size (a replica that never made a step has none) they start anew.
         """
         sizes = self._replicas.gather_objects(self.state_numels())
-        if len({size for local in sizes for size in local}) > 1:
+        parts = self._replicas.parts
+        replicas = [
+            size
+            for first in range(0, len(sizes), parts)
+            for size in zip(*sizes[first : first + parts], strict=True)
+        ]
+        if len(set(replicas)) > 1:
             for replica, body in zip(self._replicas.local, self._bodies, strict=True):
                 if replica in targets:
                     body.optimizer.state.clear()
@@ -158,9 +220,10 @@ class Parameters:
         everything = [t.detach() for kinds in divided for tensors in kinds for t in tensors]
         kept = [tensor.clone() for tensor in everything]
         try:
-            self.converge_(fit, parts, agreed)
+            self._average_(fit, parts, agreed)
             yield
         finally:
+            self.refresh()
             for tensor, own in zip(everything, kept, strict=True):
                 tensor.copy_(own)
 
@@ -169,11 +232,11 @@ class Parameters:
     def snapshot(self, *, offload: bool = False) -> Snapshot:
         """Everything that training changes, of all local replicas, and the random states."""
         self.refresh()
-        return take(self._bodies, offload=offload)
+        return take(self._bodies, self.outer, offload=offload)
 
     def restore_(self, snapshot: Snapshot, *, draws: bool = True) -> None:
         self.refresh()
-        restore(snapshot, self._bodies, draws=draws)
+        restore(snapshot, self._bodies, self.outer, draws=draws)
 
     def follow_(self, source: int, targets: Sequence[int]) -> None:
         """Replicas take the weights, buffers and optimizer state of one."""
@@ -190,6 +253,12 @@ class Parameters:
             yield
         finally:
             self.restore_(own)
+
+    def begin_anew(self) -> None:
+        """All replicas stand together: whatever was noted of this cycle is void."""
+        self.forget_iterates()
+        if self._outer is not None:
+            self._outer.begin()
 
     # Averaged iterates -------------------------------------------------------------------------
 
@@ -215,6 +284,7 @@ class Parameters:
         try:
             yield
         finally:
+            self.refresh()
             _copy_all(weights, own)
 
     def _weights(self) -> list[Tensor]:
@@ -227,8 +297,8 @@ class Parameters:
 def _gradient(parameter: Tensor) -> Tensor:
     """A copy of it; nothing where there is none."""
     if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense().detach().clone()
+        return torch.zeros_like(local(parameter))
+    return local(parameter.grad).to_dense().detach().clone()
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
@@ -271,11 +341,12 @@ def perturb_(
 def _add_noise(module: nn.Module, noise: float, generator: torch.Generator) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     num = sum(p.numel() for p in parameters)
-    norms = torch.stack([p.double().norm().cpu() for p in parameters])
+    norms = torch.stack([whole(p.double().norm()).cpu() for p in parameters])
     deviation = noise * float(norms.norm()) / num**0.5
     for p in parameters:
+        # Of the whole parameter, so that a sharded model is perturbed like one that is not.
         epsilon = torch.empty(p.shape, dtype=torch.float64).normal_(generator=generator)
-        p.add_((epsilon * deviation).to(device=p.device, dtype=p.dtype))
+        local(p).add_((cut(epsilon, p) * deviation).to(device=p.device, dtype=p.dtype))
         setattr(p, _PERTURBED, True)
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hdet.dials import running
 from hdet.fingerprint import fingerprint
+from hdet.shards import local
 from hdet.validation import check_choice, check_integer, check_range
 
 SHARE = 0.02
@@ -138,6 +139,7 @@ def as_probe(probe: Any) -> Probe | None:
 def score_replicas(
     probe: Probe,
     modules: Sequence[nn.Module],
+    pool: Callable[[Tensor], Tensor] = lambda rows: rows[:, None],
     *,
     sync_every: int,
     cycle: int,
@@ -148,10 +150,15 @@ def score_replicas(
 
     One row for each: its scores, lower is better, padded with nan, then which batches it saw.
     Replicas that are `fresh` have trained for a few steps only: their running statistics do not
-    tell anything yet, and normalisation takes those of the batch.
+    tell anything yet, and normalisation takes those of the batch. `pool` asks all processes that
+    a replica consists of (`Replicas.pool`).
     """
     device = next(iter(modules[0].parameters())).device
     rows = []
+    sound = [True] * len(modules)
+    if fresh:  # all processes of a replica score it, or none does
+        finite = torch.stack([_is_finite(module)[None] for module in modules])
+        sound = pool(finite).flatten(1).all(1).tolist()
     with _same_draws(device, seed, cycle):
         batches = None if probe.batches is None else probe.take(cycle, sync_every, seed)
         for place, module in enumerate(modules):
@@ -159,7 +166,7 @@ def score_replicas(
                 nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
             )
             with who, evaluating(module, fresh) as bare, _same_draws(device, seed, cycle):
-                if fresh and not _is_finite(bare):
+                if not sound[place]:
                     # What a lost replica would make of the batches is anybody's guess.
                     rows.append(_lost_row(device))
                     continue
@@ -170,8 +177,10 @@ def score_replicas(
     return torch.stack(rows)
 
 
-def _is_finite(module: nn.Module) -> bool:
-    return all(bool(p.detach().isfinite().all()) for p in module.parameters())
+def _is_finite(module: nn.Module) -> Tensor:
+    """Whether all that this process has of its weights is; 1 or 0, on the device."""
+    flags = [local(p).detach().isfinite().all() for p in module.parameters()]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).all().double()
 
 
 def _lost_row(device: torch.device) -> Tensor:

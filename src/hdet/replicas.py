@@ -2,8 +2,9 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -13,15 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.buckets import SLOTS, Bucket, Buckets, Plan
-from hdet.validation import check_integer
+from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
+from hdet.shards import layout, sharded_modules
+from hdet.validation import check_integer, check_names
 
 Rows = Sequence[Sequence[Tensor]]
 """One row of tensors for each replica of this process."""
+Means = Callable[[], list[Tensor]]
+"""Waits for a mean, and gives it."""
 
 
 class Replicas(Protocol):
-    """An ensemble of replicas, of which some live in this process."""
+    """An ensemble of replicas: some live in this process, or one lives in several."""
 
     @property
     def size(self) -> int:
@@ -29,7 +33,18 @@ class Replicas(Protocol):
 
     @property
     def local(self) -> range:
-        """Those that live in this process."""
+        """Those that live in this process, wholly or in part."""
+
+    @property
+    def parts(self) -> int:
+        """The processes that a replica consists of, each with shards of it."""
+
+    @property
+    def part(self) -> int:
+        """Which of them this one is."""
+
+    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        """The names of parameters of which there is one for all replicas."""
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         """The module of each local replica, given what the user calls the model."""
@@ -43,10 +58,15 @@ class Replicas(Protocol):
         """
 
     def gather(self, rows: Tensor) -> Tensor:
-        """One row for each local replica -> one row for each replica, in their order."""
+        """One row for each local replica -> one row for each replica, in their order; where a
+        replica has several parts, from the same part of each."""
+
+    def pool(self, rows: Tensor) -> Tensor:
+        """[local replicas, columns] -> [local replicas, parts, columns]: what all parts say."""
 
     def gather_objects(self, description: Any) -> list[Any]:
-        """One picklable description from each process, in their order; for set-up only."""
+        """One picklable description from each process, replica by replica, in the order of their
+        parts; for set-up only."""
 
     def are_finite(self, rows: Rows) -> Tensor:
         """For each local replica whether all its elements are finite, on the device."""
@@ -56,6 +76,10 @@ class Replicas(Protocol):
 
         Rows that are averaged `once` are not kept in mind for the next time.
         """
+
+    def begin_average(self, rows: Rows, fit: Sequence[int]) -> Means:
+        """Start to make the mean over those that are fit, of flat tensors; nobody waits, and no
+        tensor changes."""
 
     def maximum_(self, rows: Rows) -> int:
         """All replicas take the maximum over all of them; the bytes that were reduced."""
@@ -70,7 +94,8 @@ class Replicas(Protocol):
 class OneReplica:
     """A run without other processes: nothing to average with, and nobody to ask."""
 
-    size = 1
+    size = parts = 1
+    part = 0
     local = range(1)
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
@@ -81,8 +106,14 @@ class OneReplica:
     ) -> Sequence[Optimizer]:
         return [optimizer]
 
+    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        return ()
+
     def gather(self, rows: Tensor) -> Tensor:
         return rows
+
+    def pool(self, rows: Tensor) -> Tensor:
+        return rows[:, None]
 
     def gather_objects(self, description: Any) -> list[Any]:
         return [description]
@@ -92,6 +123,9 @@ class OneReplica:
 
     def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
         return 0
+
+    def begin_average(self, rows: Rows, fit: Sequence[int]) -> Means:
+        return lambda: list(rows[0])
 
     def maximum_(self, rows: Rows) -> int:
         return 0
@@ -104,15 +138,21 @@ class OneReplica:
 
 
 class ProcessReplicas:
-    """One replica in each process of a group (the default group, a given one, or a 1-D mesh).
+    """One replica in each process of a group (the default group, or a given one); or in several.
 
-    `bucket_bytes` is all the memory a converge may use beside the model.
+    With `mesh["replicate"]`, a dimension of a device mesh, a replica is all processes that differ
+    in the other dimensions: FSDP2, tensor and other parallelism go on inside it, and every process
+    averages its shards with those of the same place in other replicas. A parameter that is sharded
+    over the replicas themselves exists once and is left alone; `keep_out` names others that do, by
+    patterns such as "*.experts.*". `bucket_bytes` is all the memory a converge may use beside the
+    model.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
+        keep_out: Sequence[str] = (),
         bucket_bytes: int = 64 << 20,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -120,26 +160,28 @@ class ProcessReplicas:
                 "`ProcessReplicas` needs a process group: call "
                 "torch.distributed.init_process_group first, or start the script with torchrun."
             )
+        inside = [dist.get_rank()]
         if isinstance(process_group, DeviceMesh):
             if process_group.ndim != 1:
                 raise ValueError(
                     "`process_group` must be a mesh of one dimension, such as "
                     f"mesh['replicate'], got {process_group!r}."
                 )
+            inside = _same_replica(process_group)
             process_group = process_group.get_group()
         if dist.get_rank(process_group) < 0:
             raise ValueError("`process_group` must contain this process, got a group without it.")
         # A group of our own: the converge never races the collectives of the user's.
         ranks = dist.get_process_group_ranks(process_group)
-        # For a part of the world only its members take part. Torch then names the new group by
-        # the number of groups a process is in, which must be the same for all members.
-        self._group = dist.new_group(
-            ranks, use_local_synchronization=len(ranks) < dist.get_world_size()
-        )
+        self._group = _own_group(ranks)
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self.local = range(here, here + 1)
+        self.parts, self.part = len(inside), inside.index(dist.get_rank())
+        self._inside = _own_group(inside) if self.parts > 1 else None
         self._devices = _device_types(self._group)
+        self._ranks, self._keep_out = set(ranks), keep_out
+        self._switch = Switch(ranks)
         self._check_alike(bucket_bytes)
         self._buckets = Buckets(bucket_bytes, self._devices)
 
@@ -151,17 +193,51 @@ class ProcessReplicas:
     ) -> Sequence[Optimizer]:
         return [optimizer]
 
+    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        found = {name for name, parameter in named.items() if self._is_across(parameter)}
+        for pattern in self._keep_out:
+            # DDP puts a prefix before all names.
+            fits = [n for n in named if fnmatchcase(n.removeprefix("module."), pattern)]
+            if not fits:
+                raise ValueError(
+                    "`keep_out` must name parameters of the model (`model=`), got "
+                    f"{pattern!r}, which fits none of {sorted(named)}."
+                )
+            found.update(fits)
+        return found
+
+    def _is_across(self, parameter: Tensor) -> bool:
+        """Whether it is sharded over the replicas themselves."""
+        made = layout(parameter)
+        return made is not None and any(
+            len(self._ranks.intersection(_ranks_along(made.mesh, dimension))) > 1
+            for dimension, placement in enumerate(made.placements)
+            if not placement.is_replicate()
+        )
+
     def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._all(rows, self._group, self.size))
+
+    def pool(self, rows: Tensor) -> Tensor:
+        if self._inside is None:
+            return rows[:, None]
+        return torch.stack(self._all(rows, self._inside, self.parts), dim=1).to(rows.device)
+
+    def _all(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
         if rows.device.type not in self._devices:
             rows = rows.to(self._devices[0])
-        everyone = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(everyone, rows, group=self._group)
-        return torch.cat(everyone)
+        everyone = [torch.empty_like(rows) for _ in range(size)]
+        dist.all_gather(everyone, rows.contiguous(), group=group)
+        return everyone
 
     def gather_objects(self, description: Any) -> list[Any]:
+        replica: list[Any] = [description]
+        if self._inside is not None:
+            replica = [None] * self.parts
+            dist.all_gather_object(replica, description, group=self._inside)
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, description, group=self._group)
-        return everyone
+        dist.all_gather_object(everyone, replica, group=self._group)
+        return [told for parts in everyone for told in parts]
 
     def are_finite(self, rows: Rows) -> Tensor:
         # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
@@ -194,6 +270,29 @@ class ProcessReplicas:
             self._buckets.forget(rows[0])
         return sent
 
+    def begin_average(self, rows: Rows, fit: Sequence[int]) -> Means:
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, flat in enumerate(rows[0]):
+            kinds.setdefault((flat.device, wire_dtype(flat.dtype)), []).append(place)
+        under_way = []
+        for (device, dtype), places in kinds.items():
+            home = device if device.type in self._devices else torch.device(self._devices[0])
+            wire = torch.cat([rows[0][place].to(home, dtype) for place in places])
+            if self.local[0] not in fit:
+                wire.zero_()
+            work = dist.all_reduce(wire, group=self._group, async_op=True)
+            under_way.append((work, wire, places))
+
+        def wait() -> list[Tensor]:
+            means: dict[int, Tensor] = {}
+            for work, wire, places in under_way:
+                work.wait()
+                parts = wire.div_(len(fit)).split([rows[0][place].numel() for place in places])
+                means.update(zip(places, parts, strict=True))
+            return [means[place].to(flat.device) for place, flat in enumerate(rows[0])]
+
+        return wait
+
     def maximum_(self, rows: Rows) -> int:
         plan = self._buckets.of(rows[0])
         return self._reduce(plan, dist.ReduceOp.MAX, Bucket.load, Bucket.store)
@@ -218,12 +317,12 @@ class ProcessReplicas:
         for module in wrapped:
             # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
             module.require_backward_grad_sync = shared
-        # By name: importing FSDP only to ask would change the program's warning filters.
-        kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-        if shared and self.size > 1 and not wrapped and "FSDPModule" not in kinds:
+        found = self._switch.turn(model, shared)
+        if shared and self.size > 1 and not wrapped and not found:
             warnings.warn(
-                "gradients='shared' but `model` is not wrapped in DistributedDataParallel: every "
-                "replica steps with its own gradients, unless your loop averages them.",
+                "gradients='shared' but `model` is neither wrapped in DistributedDataParallel nor "
+                "fully_shard-ed on a mesh with the dimension of the replicas: every replica steps "
+                "with its own gradients, unless your loop averages them.",
                 stacklevel=5,
             )
 
@@ -232,15 +331,18 @@ class ProcessReplicas:
         problem = None
         try:
             check_integer("bucket_bytes", bucket_bytes, at_least=1024)
+            check_names("keep_out", self._keep_out)
         except (TypeError, ValueError) as error:
             problem = error
-        everyone = self.gather_objects(bucket_bytes)
+        everyone = self.gather_objects({"bucket_bytes": bucket_bytes, "keep_out": self._keep_out})
         if problem is not None:
             raise problem
-        if len(set(everyone)) > 1:
-            raise ValueError(
-                f"`bucket_bytes` must be the same on all replicas, got {everyone} in their order."
-            )
+        for name in ("bucket_bytes", "keep_out"):
+            told = [entry[name] for entry in everyone]
+            if any(value != told[0] for value in told):
+                raise ValueError(
+                    f"`{name}` must be the same on all replicas, got {told} in their order."
+                )
 
     def _reduce(self, plan: Plan, op: Any, fill: Any, empty: Any) -> int:
         """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
@@ -262,6 +364,92 @@ class ProcessReplicas:
         while on_the_wire:
             land()
         return sent
+
+
+class Switch:
+    """Turns the averaging of gradients over the replicas on and off where FSDP2 does it (HSDP).
+
+    Its own `set_requires_all_reduce(False)` is for accumulation: no parameter gets a gradient until
+    the all-reduce is made after all. So for the time being it is told of the shards alone.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        self._hybrid: dict[int, Any] = {}
+        """What FSDP2 was told at first, for each of its groups of parameters."""
+
+    def turn(self, model: nn.Module, on: bool) -> bool:
+        """Whether there was anything to turn."""
+        groups = [(group, self._hybrid_of(group)) for group in _parameter_groups(model)]
+        found = [(group, info) for group, info in groups if self._is_ours(info)]
+        for group, info in found:
+            group.mesh_info = info if on else _without_replicas(info)
+        return bool(found)
+
+    def _hybrid_of(self, group: Any) -> Any:
+        return self._hybrid.setdefault(id(group), group.mesh_info)
+
+    def _is_ours(self, info: Any) -> bool:
+        """It averages over these replicas, and not inside of one."""
+        wire = getattr(info, "replicate_process_group", None)
+        return wire is not None and dist.get_process_group_ranks(wire) == self._ranks
+
+
+def _parameter_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's, each with the parameters that are gathered and reduced at once."""
+    found: list[Any] = []
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # the only one, before torch 2.12
+        found += getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
+    return found
+
+
+def _without_replicas(info: Any) -> Any:
+    kind = next(k for k in type(info).__mro__ if k.__name__ == "FSDPMeshInfo")
+    return kind(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+
+
+def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    # For a part of the world only its members take part. Torch then names the new group by
+    # the number of groups a process is in, which must be the same for all members.
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), use_local_synchronization=len(ranks) < dist.get_world_size()
+    )
+    return made
+
+
+def _same_replica(mesh: DeviceMesh) -> list[int]:
+    """The processes that differ from this one in other dimensions of a mesh than the given one."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_before_2_8(mesh)
+    places = {int(rank): place for place, rank in enumerate(root.mesh.flatten())}
+    column = dist.get_process_group_ranks(mesh.get_group())
+    if dist.get_rank() not in places or not set(column) <= set(places):
+        return [dist.get_rank()]  # a mesh of its own
+    shape = tuple(root.mesh.shape)
+    coordinates = {rank: _unravel(place, shape) for rank, place in places.items()}
+    here = coordinates[dist.get_rank()]
+    along = [d for d in range(len(shape)) if len({coordinates[r][d] for r in column}) > 1]
+    return [r for r, at in coordinates.items() if all(at[d] == here[d] for d in along)]
+
+
+def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    at = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        at.append(rest)
+    return tuple(reversed(at))
+
+
+def _root_before_2_8(mesh: DeviceMesh) -> DeviceMesh:
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def _ranks_along(mesh: Any, dimension: int) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(mesh.get_group(dimension))
+    return ranks
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def roll_call(
         return value.to(device=rows.device, dtype=torch.float64)
 
     sizes = parameters.state_numels() if with_state else [0] * len(rows)
-    columns = [
+    own = [
         # Filled on the device: a copy from the host would make it wait.
         rows.new_full((len(rows),), step),
         column(parameters.are_finite(with_state=with_state)),
@@ -83,12 +83,14 @@ def roll_call(
         torch.stack([rows.new_full((), size) for size in sizes]),
         column(signal.first()),
     ]
+    rows = _of_parts(replicas.pool(torch.column_stack([rows, *own])))
+    columns: list[Tensor] = []
     prints = {part: parameters.fingerprints(part) for part in compare}
     for values in prints.values():
         # A float64 holds 53 bits: the 64 of a fingerprint travel in two columns.
         columns += [column(values >> 32), column(values & 0xFFFFFFFF)]
     sample = column(parameters.sample()) if measures else rows[:, :0]
-    scored = rows[:, :0] if probed is None else column(probed)
+    scored = rows[:, :0] if probed is None else _of_probes(replicas.pool(column(probed)), replicas)
     everyone = replicas.gather(torch.column_stack([rows, *columns, scored, sample]))
     told, samples = everyone.split([everyone.shape[1] - sample.shape[1], sample.shape[1]], dim=1)
     lines = torch.column_stack([_distances(samples), told]).tolist()
@@ -107,6 +109,27 @@ def roll_call(
         first_error=_error_of_mean([row[8] for row in table]),
         scores=None if probed is None else _scores([line[-scored.shape[1] :] for line in lines]),
     )
+
+
+def _of_parts(pooled: Tensor) -> Tensor:
+    """One row for each replica of what its parts say, [replicas, parts, columns], in the order of
+    `roll_call`. Parts with batches of their own know the loss better together; those that compute
+    one loss together have all seen the same."""
+    if pooled.shape[1] == 1:
+        return pooled[:, 0]
+    means, counts, errors, steps, finite, bad, sizes, firsts = pooled.unbind(2)
+    mean = (means * counts).sum(1) / counts.sum(1).clamp(min=1)
+    together = errors.square().sum(1).sqrt() / pooled.shape[1]
+    error = torch.where((means == means[:, :1]).all(1), errors[:, 0], together)
+    step = torch.where((steps == steps[:, :1]).all(1), steps[:, 0], -1.0)
+    ends = [finite.amin(1), bad.sum(1), sizes.sum(1), firsts.mean(1)]
+    return torch.stack([mean, counts.amax(1), error, step, *ends], dim=1)
+
+
+def _of_probes(pooled: Tensor, replicas: Replicas) -> Tensor:
+    """The mean of what the parts of a replica scored; which batches, as this one saw them."""
+    words = pooled[:, replicas.part, -WORDS:]
+    return torch.cat([pooled[:, :, :-WORDS].mean(1), words], dim=1)
 
 
 def _mean_of_finite(values: list[float]) -> float | None:
@@ -159,9 +182,9 @@ def _compare(table: list[list[float]], sizes: dict[str, int]) -> Agreed:
 
 
 def _check_steps(steps: list[int]) -> None:
-    if len(set(steps)) > 1:
+    if len(set(steps)) > 1 or steps[0] < 0:
         raise RuntimeError(
             f"replicas must call `step()` equally often, got the steps {steps}, one for each "
-            "replica. Call it once for every attempted optimizer step, also for one that "
-            "GradScaler skipped."
+            "replica (-1 where its own processes differ). Call it once for every attempted "
+            "optimizer step, also for one that GradScaler skipped."
         )

@@ -43,6 +43,7 @@ from hdet.guard import RELIEF, Guard, ReplicasLost, Triage, triage
 from hdet.handles import Bench, Hands
 from hdet.knobs import LearningRate, bind, explored_rates, flattened
 from hdet.loss_signal import LossSignal
+from hdet.outer import Make
 from hdet.parameters import Parameters
 from hdet.preset import (
     Auto,
@@ -73,7 +74,9 @@ class HDET(LRScheduler):
     loss spikes, and all multipliers are 1. With a `spread`, or with `preset="paper"`, they lie
     evenly in [1 - spread, 1 + spread]: every `sync_every` steps the weights are averaged, and the
     controller moves the scale toward what worked. Other `knobs` are explored beside it, and a
-    `probe` compares the replicas fairly. With one replica and no guard it is the base schedule.
+    `probe` compares the replicas fairly. An `outer` optimizer follows what the mean of the replicas
+    changes; with an `overlap` the mean comes so many steps after the end of a cycle, and nobody
+    waits for it. With one replica and no guard it is the base schedule.
     """
 
     def __init__(
@@ -92,6 +95,8 @@ class HDET(LRScheduler):
         design: Literal["orthogonal", "latin", "permutation"] | None = None,
         gradients: Literal["shared", "local"] = "shared",
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
+        outer: Make | None = None,
+        overlap: int = 0,
         replicas: Replicas | None = None,
         total_steps: int | None = None,
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
@@ -109,6 +114,8 @@ class HDET(LRScheduler):
                 )._asdict(),
                 gradients=gradients,
                 optimizer_state=optimizer_state,
+                outer=outer,
+                overlap=overlap,
                 total_steps=total,
                 on_overrun=on_overrun,
                 seed=seed,
@@ -154,6 +161,8 @@ class HDET(LRScheduler):
                 self._base.advance()
         self.last_epoch += 1
         self._diverged |= self._can_diverge()
+        if self.last_epoch == self._lands_at:
+            self._parameters.land_()
         left = self._steps_left()
         if left < self._tail_steps and self._steering.is_spread():
             self._parameters.add_iterate()
@@ -177,6 +186,7 @@ class HDET(LRScheduler):
                 self._conclude(self._expedition)
             self._write(everything=True)
         stopwatch = Stopwatch(self._device())
+        self._parameters.land_()
         call = self._roll_call(*PARTS)
         verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
         parts = PARTS if call.states_match else PARTS[:-1]
@@ -270,6 +280,16 @@ class HDET(LRScheduler):
         return {knob.name: knob.state.scale for knob in self._steering.knobs}
 
     @property
+    def outer(self) -> Optimizer | None:
+        """The outer optimizer, to be saved and loaded beside the inner one."""
+        return self._parameters.outer
+
+    def unsaved_parameters(self) -> list[str]:
+        """Those that exist once for all replicas, as plain tensors: a distributed checkpoint takes
+        them for copies of each other."""
+        return self._parameters.unsaved()
+
+    @property
     def is_scouting(self) -> bool:
         """Whether the replicas still try learning rates, each on its own."""
         return self._expedition is not None
@@ -323,6 +343,7 @@ class HDET(LRScheduler):
             told = state.adopted(told, self._settings, self._base, fresh)
         names = [knob.name for knob in self._steering.knobs]
         state.check(told, self._settings, self._base, names)
+        self._parameters.abandon()
         self.last_epoch = told["step"]
         self._count_from(told)
         if any(told[key] != value for key, value in state.length_of(self._settings).items()):
@@ -354,9 +375,11 @@ class HDET(LRScheduler):
             self._base, self._settings = prepare()
             self.optimizer: Optimizer = self._base.optimizer
             check_together(self._settings, self._base, self._replicas, model)
-            self._parameters = Parameters(self.optimizer, model, self._replicas)
+            self._parameters = Parameters(
+                self.optimizer, model, self._replicas, self._settings.outer
+            )
             self._hands = self._bind_knobs()
-            writes = record is not None and 0 in self._replicas.local
+            writes = record is not None and self._replicas.part == 0 in self._replicas.local
             self._recorder = Recorder(record) if writes and record is not None else None
             mine = describe(self._settings, self._schedule(), self._parameters)
             self._take_first_values()
@@ -397,6 +420,8 @@ class HDET(LRScheduler):
 
     def _take_first_values(self) -> None:
         self._warned: set[str] = set()
+        self._lands_at: int | None = None
+        """The step at which a converge that is under way is applied."""
         self._expedition: Expedition | None = None
         self._refuge: Refuge | None = None
         self._second_start: SecondStart | None = None
@@ -619,7 +644,8 @@ class HDET(LRScheduler):
         now = self._base.share_of_now() if expedition.late else 1.0
         share = share / now if share is not None and now else None
         rows = [[math.nan if share is None else share]] * len(self._replicas.local)
-        shares = self._replicas.gather(torch.tensor(rows, dtype=torch.float64)).flatten().tolist()
+        pooled = self._replicas.pool(torch.tensor(rows, dtype=torch.float64)).flatten(1)
+        shares = self._replicas.gather(pooled).flatten().tolist()
         return shares[0] if all(other == shares[0] for other in shares) else None
 
     def _end_scout(self, expedition: Expedition) -> None:
@@ -630,6 +656,7 @@ class HDET(LRScheduler):
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
+        self._parameters.land_()  # in a last cycle that is shorter than the delay
         probed = None
         if self._steering.is_spread():
             probed = self._probe(self._steering.cycle, self._settings.sync_every)
@@ -737,6 +764,7 @@ class HDET(LRScheduler):
             rows = score_replicas(
                 probe,
                 modules,
+                self._replicas.pool,
                 sync_every=sync_every,
                 cycle=cycle,
                 seed=self._settings.seed,
@@ -789,6 +817,10 @@ class HDET(LRScheduler):
         if self._replicas.size == 1:
             return Triage((0,), {}, (0,)), 0
         verdict = self._triage(call)
+        if self._settings.overlap and not self._is_over():
+            self._lands_at = self.last_epoch + self._settings.overlap
+            num_bytes = self._parameters.start_converge_(verdict.fit, call.agreed)
+            return verdict, num_bytes + (self._reseed(verdict) if verdict.excluded else 0)
         policy = self._settings.optimizer_state
         averages_state = policy == "average" and call.states_match
         parts = PARTS if averages_state else PARTS[:-1]
@@ -813,9 +845,9 @@ class HDET(LRScheduler):
     def _begin_anew(self, *, cut_short: bool) -> None:
         """No evidence yet, and one model on all replicas."""
         self._signal.clear()
-        self._parameters.forget_iterates()
+        self._parameters.begin_anew()
         self._cycle_watch = Stopwatch(self._device())
-        self._diverged, self._cut_short = False, cut_short
+        self._diverged, self._cut_short = self._parameters.are_under_way, cut_short
 
     def _can_diverge(self) -> bool:
         """Whether a step takes the replicas apart."""

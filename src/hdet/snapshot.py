@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hdet.body import Body
+from hdet.shards import Layout, layout, local
 
 Tensors = dict[str, Tensor]
 
@@ -22,6 +24,8 @@ class Snapshot(NamedTuple):
     settings: list[list[dict[str, Any]]]
     """What optimizers keep in their groups, beside parameters and learning rates."""
     draws: dict[str, Tensor]
+    outer: dict[Any, Any] | None = None
+    """What an outer optimizer keeps."""
 
     def has_the_weights_of(self, other: "Snapshot") -> bool:
         return all(
@@ -35,9 +39,21 @@ class Away(NamedTuple):
 
     tensor: Tensor
     home: torch.device
+    layout: Layout | None
+    """Of a shard."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Away":
+        return cls(local(tensor).to("cpu", copy=True), tensor.device, layout(tensor))
+
+    def come_home(self) -> Tensor:
+        tensor = self.tensor.to(self.home, copy=True)
+        return tensor if self.layout is None else self.layout.wrap(tensor)
 
 
-def take(bodies: Sequence[Body], *, offload: bool = False) -> Snapshot:
+def take(
+    bodies: Sequence[Body], outer: Optimizer | None = None, *, offload: bool = False
+) -> Snapshot:
     """A copy of everything; with `offload` in the memory of the host."""
 
     def copied(tensor: Tensor) -> Tensor:
@@ -55,16 +71,23 @@ def take(bodies: Sequence[Body], *, offload: bool = False) -> Snapshot:
         return copies[id(value)]
 
     return Snapshot(
-        [kept(body.parameters()) for body in bodies],
+        [kept(body.shards()) for body in bodies],
         [kept(body.buffers()) for body in bodies],
         [{key: state(value) for key, value in body.optimizer.state.items()} for body in bodies],
         [[_settings(group) for group in body.optimizer.param_groups] for body in bodies],
         _draws(next(iter(bodies[0].parameters().values())).device),
+        None if outer is None else {key: state(value) for key, value in outer.state.items()},
     )
 
 
 @torch.no_grad()
-def restore(snapshot: Snapshot, bodies: Sequence[Body], *, draws: bool = True) -> None:
+def restore(
+    snapshot: Snapshot,
+    bodies: Sequence[Body],
+    outer: Optimizer | None = None,
+    *,
+    draws: bool = True,
+) -> None:
     """Everything as it was, with `draws` also the random numbers that come next.
 
     Learning rates are written by whoever steers. What was not there yet is left alone.
@@ -72,7 +95,7 @@ def restore(snapshot: Snapshot, bodies: Sequence[Body], *, draws: bool = True) -
     copies: dict[int, Any] = {}
     for place, body in enumerate(bodies):
         for kept, named in (
-            (snapshot.weights[place], body.parameters()),
+            (snapshot.weights[place], body.shards()),
             (snapshot.buffers[place], body.buffers()),
         ):
             pairs = [(named[n].detach(), t) for n, t in kept.items() if n in named]
@@ -91,6 +114,9 @@ def restore(snapshot: Snapshot, bodies: Sequence[Body], *, draws: bool = True) -
                     group[name].copy_(value)  # compiled and captured steps know it by its place
                 else:
                     group[name] = copy.deepcopy(value)
+    if outer is not None and snapshot.outer is not None:
+        outer.state.clear()
+        outer.state.update({key: _at_home(value) for key, value in snapshot.outer.items()})
     if draws:
         for device, state in snapshot.draws.items():
             if device == "cpu":
@@ -103,20 +129,14 @@ def _away(value: Any) -> Any:
     """A state in the memory of the host."""
     if not isinstance(value, dict):
         return copy.deepcopy(value)
-    return {
-        k: Away(v.to("cpu", copy=True), v.device) if isinstance(v, Tensor) else copy.deepcopy(v)
-        for k, v in value.items()
-    }
+    return {k: Away.of(v) if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in value.items()}
 
 
 def _at_home(value: Any) -> Any:
     """A state as an optimizer keeps it."""
     if not isinstance(value, dict) or not any(isinstance(v, Away) for v in value.values()):
         return copy.deepcopy(value)
-    return {
-        k: v.tensor.to(v.home, copy=True) if isinstance(v, Away) else copy.deepcopy(v)
-        for k, v in value.items()
-    }
+    return {k: v.come_home() if isinstance(v, Away) else copy.deepcopy(v) for k, v in value.items()}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class StackedReplicas:
     >>> optimizer.step()
     """
 
+    parts, part = 1, 0
+
     def __init__(
         self, model: nn.Module, num: int, *, mode: Literal["auto", "vmap", "loop"] = "auto"
     ) -> None:
@@ -148,8 +150,14 @@ class StackedReplicas:
         self._optimizer.steered = {"lr", *known}
         return self._optimizer.each
 
+    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        return ()
+
     def gather(self, rows: Tensor) -> Tensor:
         return rows
+
+    def pool(self, rows: Tensor) -> Tensor:
+        return rows[:, None]
 
     def gather_objects(self, description: Any) -> list[Any]:
         return [description]
@@ -169,6 +177,13 @@ class StackedReplicas:
     ) -> int:
         copy_rows_(rows, mean_of_rows(rows, fit))
         return 0
+
+    @torch.no_grad()
+    def begin_average(
+        self, rows: Sequence[Sequence[Tensor]], fit: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        means = [mean.clone() for mean in mean_of_rows(rows, fit)]
+        return lambda: means
 
     @torch.no_grad()
     def maximum_(self, rows: Sequence[Sequence[Tensor]]) -> int:

@@ -44,6 +44,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
 
 
+def check_names(name: str, value: Any) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"`{name}` must be a list of names, got {value!r}.")
+    for entry in value:
+        if not isinstance(entry, str):
+            raise TypeError(f"`{name}` must be a list of names, got {entry!r} in it.")
+
+
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")

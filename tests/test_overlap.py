@@ -1,0 +1,158 @@
+"""A converge in the background: its mean comes some steps later, as a change."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import hdet
+from tests import reference, toy
+from tests.processes import Processes
+
+N, T, S, DELAY, ALPHA, LR = 4, 6, 40, 2, 0.25, 0.02
+
+
+def expected(shared: bool) -> list[list[Tensor]]:
+    """The same as a plain loop; the last cycle ends with an ordinary converge."""
+    models = [toy.toy() for _ in range(N)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
+    sent: list[list[Tensor]] = []
+    for step in range(S):
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = LR * reference.multiplier(replica, N, ALPHA)
+            optimizer.zero_grad()
+            toy.loss_of(model, step, replica).backward()
+        if shared:
+            reference.share_gradients(models)
+        for optimizer in optimizers:
+            optimizer.step()
+        done = step + 1
+        if sent and done % T == DELAY:
+            land(models, sent)
+        if done % T == 0:
+            sent = [[p.detach().clone() for p in model.parameters()] for model in models]
+    reference.average(models)
+    return [[p.detach() for p in model.parameters()] for model in models]
+
+
+@torch.no_grad()
+def land(models: list[toy.Toy], sent: list[list[Tensor]]) -> None:
+    means = [sum(same) / N for same in zip(*sent, strict=True)]
+    for model, before in zip(models, sent, strict=True):
+        for p, mean, own in zip(model.parameters(), means, before, strict=True):
+            p.add_(mean - own)
+
+
+def scheduled(model: nn.Module, optimizer: Any, **options: Any) -> hdet.HDET:
+    given = {"spread": ALPHA, "controller": None, "overlap": DELAY, **options}
+    base = LambdaLR(optimizer, lambda _: 1.0)
+    return hdet.HDET(base, model=model, preset="paper", sync_every=T, total_steps=S, **given)
+
+
+def processes_run(rank: int, gradients: str) -> list[Tensor]:
+    model = DistributedDataParallel(toy.toy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler = scheduled(model, optimizer, gradients=gradients)
+    for step in range(S):
+        optimizer.zero_grad()
+        loss = toy.loss_of(model, step, rank)
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+        if step % T == 0 and step:  # while a mean is under way: no trace of it must stay
+            with scheduler.consensus():
+                pass
+    return [p.detach() for p in model.parameters()]
+
+
+class Stacked:
+    def __init__(self, **options: Any) -> None:
+        self.model = toy.toy()
+        self.ensemble = hdet.StackedReplicas(self.model, N)
+        own = torch.optim.AdamW(self.model.parameters(), lr=LR)
+        self.optimizer = self.ensemble.optimizer(own)
+        self.scheduler = scheduled(self.model, self.optimizer, replicas=self.ensemble, **options)
+
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            parts = [toy.batch(self.scheduler.last_epoch, replica) for replica in range(N)]
+            batch = [torch.cat(same) for same in zip(*parts, strict=True)]
+            losses = self.ensemble.losses(loss_of, *batch)
+            self.optimizer.zero_grad()
+            losses.sum().backward()
+            self.optimizer.step()
+            self.scheduler.step(losses.detach())
+
+    def weights(self) -> list[list[Tensor]]:
+        modules = self.ensemble.modules(None)
+        return [[p.detach().clone() for p in module.parameters()] for module in modules]
+
+
+def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens), labels)
+
+
+def check(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        for ours, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("gradients", ["local", "shared"])
+def test_processes_equal_the_plain_loop(processes: Processes, gradients: str) -> None:
+    check(processes(N, processes_run, gradients), expected(gradients == "shared"))
+
+
+@pytest.mark.parametrize("gradients", ["local", "shared"])
+def test_stacked_replicas_equal_the_plain_loop(gradients: str) -> None:
+    run = Stacked(gradients=gradients)
+    run.go_on(S)
+    check(run.weights(), expected(gradients == "shared"))
+
+
+def test_a_checkpoint_while_a_mean_is_under_way_is_one_model() -> None:
+    run = Stacked(gradients="local")
+    run.go_on(T)
+    with pytest.warns(UserWarning, match="saved in the middle of a cycle"):
+        run.scheduler.state_dict()
+    run.scheduler.converge()
+    first, *others = run.weights()
+    assert all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
+    again = Stacked(gradients="local")
+    again.go_on(T + 1)  # another mean is under way when it is loaded
+    again.model.load_state_dict(run.model.state_dict())
+    again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    again.scheduler.load_state_dict(run.scheduler.state_dict())
+    for each in (run, again):
+        each.go_on(9)
+    check(again.weights(), run.weights())
+
+
+def test_a_replica_that_was_lost_takes_the_mean() -> None:
+    run = Stacked(gradients="local")
+    run.go_on(T - 1)
+    with torch.no_grad():
+        next(iter(run.ensemble.modules(None)[1].parameters())).fill_(float("nan"))
+    run.go_on(1 + DELAY)
+    assert all(tensor.isfinite().all() for row in run.weights() for tensor in row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": T // 2 + 1}, r"`overlap` must be at most half of `sync_every` \(6\), got 4"),
+        ({"overlap": -1}, "`overlap` must be at least 0, got -1"),
+        ({"optimizer_state": "average"}, "`overlap` needs optimizer_state='keep'"),
+        (
+            {"outer": lambda p: torch.optim.SGD(p, lr=0.7)},
+            "`overlap` must be 0 with an `outer` optimizer",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Stacked(**options)
