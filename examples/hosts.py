@@ -62,8 +62,10 @@ def main() -> None:
         record=chosen.out,
     )
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    if last := last_checkpoint(chosen.out):
-        hdet.load_checkpoint(last, **parts)  # all hosts start again together
+    last = [last_checkpoint(chosen.out)]
+    dist.broadcast_object_list(last)  # a shared folder may look different on another host
+    if last[0] is not None:
+        hdet.load_checkpoint(last[0], **parts)  # all hosts start again together
         say(f"going on from step {scheduler.last_epoch}")
     while scheduler.last_epoch < chosen.steps:
         draw = torch.Generator().manual_seed(1000 * scheduler.last_epoch + dist.get_rank())

@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from hdet.replicas import _parameter_groups
 from hdet.shards import local, whole
 from hdet.spread import assignment
 from tests import reference, small_run, toy
 from tests.processes import Processes
 from tests.test_reference_parity import check_cycle
 
-N, T, S, WARMUP = 2, 3, 132, 12
+N, T, S, WARMUP = 2, 3, 72, 12
 PEAKS = [0.03, 0.01, 0.02, 0.05]
 SETTINGS = {"spread": 0.25, "temperature": 0.05, "step_size": 0.7, "momentum": 0.8}
 NAMES = ["embedding", "no_decay", "non_embedding", "transformer"]
@@ -536,3 +537,170 @@ def test_stacked_replicas_are_saved_otherwise() -> None:
     )
     with pytest.raises(TypeError, match="got stacked replicas: call"):
         hdet.save_checkpoint("x", model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+# Wires that cross, and moments that are odd -------------------------------------------------------
+
+
+def run_with(model: nn.Module, replicas: Any, num: int, rank: int, **options: Any) -> hdet.HDET:
+    optimizer, scheduler = started(model, replicas, **options)
+    steps(rank, (model, optimizer, scheduler), num)
+    return scheduler
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+def alike_inside(model: nn.Module, group: Any) -> bool:
+    """Whether all processes of a group have the same weights."""
+    mine = torch.cat([local(p).detach().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return all(other.equal(mine) for other in everyone)
+
+
+def crossed(rank: int) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
+    replicas = hdet.ProcessReplicas(mesh["replicate"])
+    inside, across = mesh["data"].get_group(), mesh["replicate"].get_group()
+
+    # DDP inside a replica goes on where gradients are local to it.
+    model: nn.Module = DistributedDataParallel(net(), process_group=inside)
+    run_with(model, replicas, 5, rank, sync_every=4)
+    told["inside"] = alike_inside(model, inside), alike_inside(model, across)
+    with pytest.warns(UserWarning, match="every replica steps with its own gradients"):
+        alone = DistributedDataParallel(net(), process_group=inside)
+        started(alone, replicas, gradients="shared")
+    world = DistributedDataParallel(net())
+    told["both"] = refusal(lambda: started(world, replicas))
+
+    # Whoever comes second finds the gradients as they were.
+    model = net()
+    fully_shard(model, mesh=mesh)
+    started(model, replicas)
+    started(model, hdet.ProcessReplicas(mesh["replicate"]), gradients="shared")
+    model(HELD).square().mean().backward()
+    (group,) = _parameter_groups(model)
+    told["again"] = hasattr(group.mesh_info, "replicate_process_group")
+
+    odd = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "data"))
+    told["odd"] = refusal(lambda: hdet.ProcessReplicas(odd["replicate"]))
+
+    # A process may have nothing of a model at all.
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=mesh)
+    optimizer, scheduler = started(model, replicas)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(small_run.batch(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+    told["nearly nothing"] = bool(whole(model.weight).isfinite().all())
+
+    model = net()
+    fully_shard(model, mesh=mesh)
+    told["perturb"] = refusal(lambda: hdet.perturb_(model))
+
+    def other_batches(scored: Any) -> Tensor:
+        return score(lambda x: scored(x + (rank == 3)))
+
+    optimizer, scheduler = started(
+        model, replicas, gradients="shared", probe=other_batches, controller=hdet.Tracker()
+    )
+    told["probe"] = refusal(lambda: steps(rank, (model, optimizer, scheduler), 2))
+    return told
+
+
+def hidden(rank: int) -> str:
+    model, mesh = laid_out("ddp and tp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = hdet.HDET(
+        OneCycleLR(optimizer, 0.01, total_steps=9, cycle_momentum=False),
+        model=model,
+        replicas=hdet.ProcessReplicas(mesh["replicate"], keep_out=["head.bias"]),
+        preset="paper",
+        sync_every=3,
+    )
+    for step in range(3):  # what was kept out is remembered, also where it is hidden
+        optimizer.zero_grad()
+        loss = toy.loss_of(model, step, rank // 2)
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+    return refusal(
+        lambda: hdet.save_checkpoint("x", model=model, optimizer=optimizer, scheduler=scheduler)
+    )
+
+
+def test_what_ddp_hides_is_not_saved() -> None:
+    pool = Processes()  # tensor parallelism knows its groups by name
+    try:
+        for said in pool(4, hidden):
+            assert "exist once" in said or "DDP over tensor parallelism hides them" in said
+    finally:
+        pool.close()
+
+
+def test_wires_inside_a_replica_are_left_alone(fresh: Processes) -> None:
+    for told in fresh(4, crossed):
+        assert told["inside"] == (True, False)
+        assert "got processes [0, 1, 2, 3] that do both" in told["both"]
+        assert told["again"] and told["nearly nothing"]
+        assert told["odd"].startswith("the processes of a mesh must be in rising order")
+        assert told["perturb"] == "`perturb_` needs `replicas=` for a sharded model, got None."
+        assert told["probe"].startswith("`probe` must score the same batches on all replicas")
+
+
+class Spare(nn.Module):
+    """With a parameter that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.spare = net(), nn.Linear(2, 2).double()
+        nn.init.ones_(self.spare.weight)
+        nn.init.zeros_(self.spare.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def odd_moments(rank: int, folder: str) -> list[bool]:
+    same = []
+    for number, (early, options) in enumerate(
+        [(0, {}), (3, {}), (4, {"scout": hdet.Scout(decades=2, share=0.5), "spread": 0.0})]
+    ):
+        ends = []
+        for is_saved in (True, False):
+            mesh, model = mesh_of_four(), Spare()
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            scheduler = hdet.HDET(
+                OneCycleLR(optimizer, 0.02, total_steps=40),
+                model=model,
+                replicas=hdet.ProcessReplicas(mesh["replicate"]),
+                sync_every=5,
+                preset="paper",
+                **options,  # type: ignore[arg-type]
+            )
+            run = (model, optimizer, scheduler)
+            steps(rank, run, early)
+            if is_saved:
+                hdet.save_checkpoint(f"{folder}/{number}", **names(run))
+                ends.append(steps(rank, run, 26))  # saving it has changed nothing
+            else:
+                hdet.load_checkpoint(f"{folder}/{number}", **names(run))
+            ends.append(steps(rank, run, 0 if is_saved else 26))
+        same.append(all(a.equal(b) for a, b in zip(ends[0], ends[-1], strict=True)))
+    return same
+
+
+def test_a_run_is_saved_at_any_moment(fresh: Processes, tmp_path: Path) -> None:
+    """Before its first step, with a parameter that has no state, and while it scouts."""
+    for same in fresh(4, odd_moments, str(tmp_path)):
+        assert same == [True, True, True]

@@ -278,3 +278,67 @@ def test_one_replica_has_nothing_to_follow() -> None:
     base = LambdaLR(inner(model), lambda _: 1.0)
     with pytest.warns(UserWarning, match="`outer` needs several replicas"):
         hdet.HDET(base, model=model, preset="paper", outer=OUTER)
+
+
+def meets(ensemble: Any) -> bool:
+    first, *others = ([*m.parameters()] for m in ensemble.modules(None))
+    return all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_replicas_that_begin_apart_meet_at_their_first_mean() -> None:
+    model = toy.toy()
+    ensemble = hdet.StackedReplicas(model, 4)
+    hdet.perturb_(model, 0.1, replicas=ensemble)
+    optimizer = ensemble.optimizer(inner(model))
+    scheduler = hdet.HDET(
+        LambdaLR(optimizer, lambda _: 1.0),
+        model=model,
+        replicas=ensemble,
+        preset="paper",
+        controller=None,
+        gradients="local",
+        sync_every=T,
+        outer=OUTER,
+    )
+    for _ in range(2):
+        go_on(ensemble, optimizer, scheduler, T)
+        assert meets(ensemble)
+
+
+def skips(rank: int) -> list[Tensor]:
+    """One replica attempts steps and makes none, as GradScaler does at first."""
+    model = toy.toy()
+    optimizer = inner(model)
+    scheduler = hdet.HDET(
+        LambdaLR(optimizer, lambda _: 1.0),
+        model=model,
+        preset="paper",
+        controller=None,
+        gradients="local",
+        sync_every=T,
+        outer=OUTER,
+    )
+    optimizer.step()  # torch warns of schedules that come first; there is no gradient yet
+    for step in range(2 * T):
+        optimizer.zero_grad()
+        loss = toy.loss_of(model, step, rank)
+        loss.backward()
+        if rank == 0 or step >= T:
+            optimizer.step()
+        scheduler.step(loss.detach())
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_replica_that_skips_its_steps_follows_all_the_same(processes: Processes) -> None:
+    one, other = processes(2, skips)
+    check_equal(one, other)
+
+
+def test_what_is_frozen_stays() -> None:
+    ensemble, optimizer, scheduler = stacked(2 * T)
+    for module in ensemble.modules(None):
+        module.head.weight.requires_grad_(False)
+    before = ensemble.modules(None)[0].head.weight.detach().clone()
+    go_on(ensemble, optimizer, scheduler, 2 * T)
+    assert ensemble.modules(None)[0].head.weight.equal(before)
+    assert meets(ensemble)

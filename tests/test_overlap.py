@@ -137,8 +137,21 @@ def test_a_replica_that_was_lost_takes_the_mean() -> None:
     run.go_on(T - 1)
     with torch.no_grad():
         next(iter(run.ensemble.modules(None)[1].parameters())).fill_(float("nan"))
-    run.go_on(1 + DELAY)
+    run.go_on(1 + 2 * T)
     assert all(tensor.isfinite().all() for row in run.weights() for tensor in row)
+
+
+def test_a_guard_goes_back_to_one_model() -> None:
+    run = Stacked(gradients="local", guard=hdet.Guard())
+    run.go_on(2 * T)
+    with torch.no_grad():  # after the last mean has landed
+        for module in run.ensemble.modules(None):
+            for p in module.parameters():
+                p.mul_(50)
+    run.go_on(T)
+    assert run.scheduler.get_knobs()["lr/group0"] == 0.5
+    first, *others = run.weights()
+    assert all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,11 @@ class Body:
         moved = [p for group in groups for p in group["params"] if p.requires_grad]
         return _once(p for p in moved if id(p) not in self._alone)
 
+    @property
+    def has_lonely(self) -> bool:
+        """Whether a parameter exists once for all replicas: then all must run forwards together."""
+        return bool(self._alone)
+
     def unsaved(self) -> list[str]:
         """Those that exist once for all replicas, and do not say which part of what they are."""
         alone = {name: p for name, p in self.parameters().items() if id(p) in self._alone}
@@ -207,7 +212,7 @@ class Body:
         for name, parameter in named.items():
             _check_dense(name, parameter)
         _check_apart(named)
-        if not any(self._parts[part] for part in ("moving", "still")):
+        if named and all(id(parameter) in self._alone for parameter in self.parameters().values()):
             raise ValueError(
                 "every replica must have parameters of its own, got a model whose parameters all "
                 "exist once: it is sharded over the processes that are to be replicas. Pass "

@@ -2,7 +2,8 @@
 
 Torch saves every tensor once, from whichever replica is at hand. Between two converges replicas
 differ, so what would be saved is a model that nobody has trained: its first tensor from one, its
-second from another. Here they converge first.
+second from another. Here they converge first. Optimizer states are saved as they are, under the
+names of their parameters: torch's own way makes a step with an optimizer that has none yet.
 """
 
 import json
@@ -19,7 +20,8 @@ from hdet.stacked_optimizer import StackedOptimizer
 
 # Torch's own is imported where it is used: it takes a second, which most programs need not spend.
 
-OUTER, HDET_STATE = "outer", "hdet"
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DDP and torch.compile put before names."""
 
 
 def save_checkpoint(
@@ -29,13 +31,16 @@ def save_checkpoint(
 
     All processes must call it. The replicas converge, as by `scheduler.converge()`.
     """
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    _check(optimizer, scheduler)
+    parts = _optimizers(model, optimizer, scheduler)
     scheduler.converge()
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, **_own_state(scheduler)}
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    # One text: torch would load it entry by entry, and only those that are there already.
+    state["hdet"] = json.dumps(scheduler.state_dict())
+    for name, (one, parameters) in parts.items():
+        state[name] = {"tensors": _tensors(one, parameters), "others": _others(one, parameters)}
     save(state, checkpoint_id=str(folder))
 
 
@@ -47,23 +52,26 @@ def load_checkpoint(
     All processes must call it, with a run that was made like the one that was saved.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    _check(optimizer, scheduler)
-    weights, moments = get_state_dict(model, optimizer)
+    parts = _optimizers(model, optimizer, scheduler)
     saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {"model": weights, "optimizer": moments, HDET_STATE: ""}
-    if scheduler.outer is not None:
-        state[OUTER] = _empty(scheduler.outer, saved)
+    weights = get_model_state_dict(model)
+    state: dict[str, Any] = {"model": weights, "hdet": ""}
+    for name, (_, parameters) in parts.items():
+        state[name] = {"tensors": _room(name, parameters, saved), "others": ""}
     load(state, checkpoint_id=str(folder))
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    if scheduler.outer is not None:
-        _fill(scheduler.outer, state[OUTER])
-    scheduler.load_state_dict(json.loads(state[HDET_STATE]))
+    set_model_state_dict(model, weights)
+    for name, (one, parameters) in parts.items():
+        _fill(one, parameters, state[name]["tensors"], state[name]["others"])
+    scheduler.load_state_dict(json.loads(state["hdet"]))
 
 
-def _check(optimizer: Optimizer, scheduler: HDET) -> None:
+def _optimizers(
+    model: nn.Module, optimizer: Optimizer, scheduler: HDET
+) -> dict[str, tuple[Optimizer, dict[str, Tensor]]]:
+    """What is saved of optimizers, each with its parameters by name."""
     if isinstance(optimizer, StackedOptimizer):
         raise TypeError(
             "`optimizer` must be that of one replica in each process, got stacked replicas: call "
@@ -75,43 +83,86 @@ def _check(optimizer: Optimizer, scheduler: HDET) -> None:
             f"parameters {names} exist once in each process but are plain tensors, of which torch "
             "would save a single one: make them DTensors."
         )
-
-
-def _own_state(scheduler: HDET) -> dict[str, Any]:
-    # One text: torch would load it entry by entry, and only those that are there already.
-    own: dict[str, Any] = {HDET_STATE: json.dumps(scheduler.state_dict())}
+    known = {id(parameter): _bare(name) for name, parameter in model.named_parameters()}
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(parameter) not in known for parameter in own):
+        raise ValueError(
+            "`optimizer` must move parameters of `model`, got others. (DDP over tensor "
+            "parallelism hides them: save such a run yourself, after scheduler.converge().)"
+        )
+    found = {"optimizer": (optimizer, {known[id(parameter)]: parameter for parameter in own})}
     if scheduler.outer is not None:
-        own[OUTER] = _flat(scheduler.outer)
-    return own
+        named = scheduler.outer_parameters()
+        found["outer"] = scheduler.outer, {_bare(name): p for name, p in named.items()}
+    return found
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _bare(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name
 
 
-def _flat(optimizer: Optimizer) -> dict[str, Tensor]:
+def _tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        f"{place}/{key}": value
-        for place, parameter in enumerate(_parameters(optimizer))
+        f"{name}/{key}": value
+        for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
 
 
-def _empty(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Room for what was saved: a tensor like its parameter, or a number on its own."""
-    parameters, room = _parameters(optimizer), {}
-    for name, entry in saved.items():
-        if name.startswith(f"{OUTER}."):
-            key = name.removeprefix(f"{OUTER}.")
-            like = parameters[int(key.split("/")[0])].detach()
-            alone = torch.zeros(entry.size, dtype=entry.properties.dtype)
-            room[key] = torch.zeros_like(like) if entry.size == like.shape else alone
+def _others(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
+    """Settings of groups, and whatever a state holds beside tensors."""
+    states = {
+        f"{name}/{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if not isinstance(value, Tensor)
+    }
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return json.dumps({"groups": groups, "states": states})
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _room(
+    part: str, parameters: Mapping[str, Tensor], saved: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """For what was saved: tensors like their parameters, or numbers on their own."""
+    room, prefix = {}, f"{part}.tensors."
+    for entry, about in saved.items():
+        name = entry.removeprefix(prefix)
+        parameter = parameters.get(name.rpartition("/")[0])
+        if not entry.startswith(prefix) or parameter is None:
+            continue
+        like = about.size == parameter.shape
+        empty = torch.zeros(about.size, dtype=about.properties.dtype)
+        room[name] = (
+            torch.zeros_like(parameter.detach(), dtype=about.properties.dtype) if like else empty
+        )
     return room
 
 
-def _fill(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
+def _fill(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    others: str,
+) -> None:
+    told = json.loads(others)
     optimizer.state.clear()
-    for name, value in state.items():
-        place, key = name.split("/", 1)
-        optimizer.state[_parameters(optimizer)[int(place)]][key] = value
+    for entry, value in [*tensors.items(), *told["states"].items()]:
+        name, _, key = entry.rpartition("/")
+        optimizer.state[parameters[name]][key] = value
+    for group, settings in zip(optimizer.param_groups, told["groups"], strict=False):
+        for key, value in settings.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # compiled and captured steps know it by its place
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value

@@ -170,6 +170,8 @@ def check_together(
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
     if settings.overlap:
         _check_overlap(settings)
+    if settings.outer is not None:
+        describe_outer(settings.outer)  # or says what it is
     if settings.outer is not None and replicas.size == 1:
         warnings.warn(
             "`outer` needs several replicas: nothing converges here, and it makes no step.",

@@ -6,11 +6,14 @@ it when all the others are held, so that a noisy knob cannot move another.
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 
 # A column of which the others explain all but this share cannot be told apart from them.
 LEAST_SHARE = 1e-6
+# Columns whose correlation is less than this have none.
+ROUNDING = 1e-12
 # Beyond it squares leave the range of a float: a run with such a loss is lost anyway.
 LARGEST = 1e100
 # How much of a cycle's slope counts one cycle later.
@@ -120,24 +123,28 @@ def fit(
     >>> one.slopes[0].slope, one.slopes[0].error, one.slopes[0].freedom
     (1.0, 0.0, 2.0)
     """
-    if any(abs(score) > LARGEST for row in scores for score in row):
+    if max(map(max, scores)) > LARGEST or min(map(min, scores)) < -LARGEST:
         return Fit([None] * len(positions), noise)
     columns = [_centred(column) for column in positions]
     means = [fmean(row) for row in scores]
-    left = [_left_over(columns, knob) for knob in range(len(columns))]
+    left = _left_over(columns)
+    powers = [0.0 if column is None else _dot(column, column) for column in left]
     slopes = [
-        None if column is None else _dot(column, means) / _dot(column, column) for column in left
+        None if column is None else _dot(column, means) / power
+        for column, power in zip(left, powers, strict=True)
     ]
     rest = _unexplained(columns, slopes, means)
     freedom = len(means) - 1 - sum(slope is not None for slope in slopes)
-    powers = [0.0 if column is None else _dot(column, column) for column in left]
     found = Noise(_dot(rest, rest), freedom) if freedom > 0 else _from(before, slopes, powers)
     pooled = Noise(
         NOISE_MEMORY * noise.squares + found.squares, NOISE_MEMORY * noise.freedom + found.freedom
     )
+    batches = [*zip(*scores, strict=True)]
     answers = [
-        None if column is None or slope is None else Slope(slope, *_error(column, scores, pooled))
-        for column, slope in zip(left, slopes, strict=True)
+        None
+        if column is None or slope is None
+        else Slope(slope, *_error(column, power, batches, pooled))
+        for column, power, slope in zip(left, powers, slopes, strict=True)
     ]
     return Fit(answers, pooled)
 
@@ -156,7 +163,7 @@ def _from(
 
 
 def _error(
-    column: Sequence[float], scores: Sequence[Sequence[float]], noise: Noise
+    column: Sequence[float], power: float, batches: Sequence[Sequence[float]], noise: Noise
 ) -> tuple[float | None, float]:
     """The standard error of a slope, and its degrees of freedom (Welch and Satterthwaite).
 
@@ -164,11 +171,10 @@ def _error(
     """
     if noise.variance is None:
         return None, math.inf
-    power = _dot(column, column)
     parts = [(noise.variance / power, noise.freedom)]
-    num_batches = len(scores[0])
+    num_batches = len(batches)
     if num_batches > 1:
-        each = [_dot(column, batch) / power for batch in zip(*scores, strict=True)]
+        each = [_dot(column, batch) / power for batch in batches]
         centre = fmean(each)
         spread = math.fsum((slope - centre) ** 2 for slope in each) / (num_batches - 1)
         parts.append((spread / num_batches, num_batches - 1.0))
@@ -178,7 +184,26 @@ def _error(
     return math.sqrt(total), freedom
 
 
-def _left_over(columns: Sequence[list[float]], knob: int) -> list[float] | None:
+def _left_over(columns: Sequence[list[float]]) -> list[list[float] | None]:
+    """What each of them has of its own; of a design as it was dealt all of it."""
+    if _are_orthogonal(columns):
+        return [column if any(column) else None for column in columns]
+    return [_unlike_others(columns, knob) for knob in range(len(columns))]
+
+
+def _are_orthogonal(columns: Sequence[list[float]]) -> bool:
+    """Most are, and to see it takes a hundredth of the time that it takes to make them so.
+
+    Then a sum of all, each times a number that has nothing to do with the others, has the sum of
+    their powers: as many products cannot cancel by chance.
+    """
+    sizes = [math.sqrt(2 + place) for place in range(len(columns))]
+    together = [_dot(sizes, row) for row in zip(*columns, strict=True)]
+    alone = sum(size * size * _dot(c, c) for size, c in zip(sizes, columns, strict=True))
+    return abs(_dot(together, together) - alone) <= ROUNDING * alone
+
+
+def _unlike_others(columns: Sequence[list[float]], knob: int) -> list[float] | None:
     """What the other columns do not explain of this one (Frisch and Waugh); none if nothing."""
     own = columns[knob]
     power = _dot(own, own)
@@ -205,20 +230,19 @@ def without(column: Sequence[float], basis: Sequence[list[float]]) -> list[float
 def _unexplained(
     columns: Sequence[list[float]], slopes: Sequence[float | None], scores: Sequence[float]
 ) -> list[float]:
-    rest = _centred(scores)
-    for column, slope in zip(columns, slopes, strict=True):
-        if slope is not None:
-            rest = [a - slope * b for a, b in zip(rest, column, strict=True)]
-    return rest
+    known = [slope or 0.0 for slope in slopes]
+    told = [_dot(known, row) for row in zip(*columns, strict=True)]
+    return [a - b for a, b in zip(_centred(scores), told, strict=True)]
 
 
 def _centred(values: Sequence[float]) -> list[float]:
     # Equal values have no spread, whatever rounding makes of their mean.
     if all(value == values[0] for value in values):
         return [0.0] * len(values)
-    centre = fmean(values)
+    centre = sum(values) / len(values)
     return [value - centre for value in values]
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return math.fsum(a * b for a, b in zip(one, other, strict=True))
+    total: float = sum(map(mul, one, other))
+    return total

@@ -5,7 +5,7 @@ Nesterov momentum is DiLoCo. Every process makes the same step on the same mean,
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,26 +38,35 @@ class Outer:
     def __init__(self, make: Make, optimizer: Optimizer, bodies: Sequence[Body]) -> None:
         self._each = [body.movers() for body in bodies]
         self._slow: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in self._each[0]]
-        describe_outer(make)
         self.optimizer = make(self._slow)
-        self._is_held = self._has_moved = False
+        self._is_held = False
+        self.has_moved = False
+        """Whether a step was attempted since the last one of its own."""
+        self.is_apart = False
+        """Whether replicas began apart: then their first mean is where it sets out from."""
         weakly = weakref.ref(self)  # a hook must not outlive what it looks for
 
         def stepped(*_: Any) -> None:
             if (outer := weakly()) is not None:
-                outer._before_step()
+                outer.hold()
 
         optimizer.register_step_pre_hook(stepped)
 
+    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Its parameters, under the names of those they stand for."""
+        pairs = zip(self._each[0], self._slow, strict=True)
+        return {names[id(parameter)]: slow for parameter, slow in pairs}
+
     def begin(self) -> None:
         """All replicas stand together, wherever that is: the next step sets out from there."""
-        self._is_held = self._has_moved = False
+        self._is_held = self.has_moved = False
 
     @torch.no_grad()
-    def _before_step(self) -> None:
+    def hold(self) -> None:
+        """Before the first step of a cycle: what it sets out from."""
         if not self._is_held:
             torch._foreach_copy_(_locals(self._slow), _locals(self._each[0]))
-        self._is_held = self._has_moved = True
+        self._is_held = True
 
     @torch.no_grad()
     def step(self) -> None:
@@ -65,10 +74,13 @@ class Outer:
 
         Without a step in between there is nothing to follow.
         """
-        if not self._has_moved:
+        if not self.has_moved or self.is_apart:
+            self.is_apart = False
+            self.begin()
             return
         for slow, mean in zip(self._slow, self._each[0], strict=True):
-            slow.grad = slow.detach() - mean.detach()
+            # What was frozen meanwhile must not go on by its momentum.
+            slow.grad = slow.detach() - mean.detach() if mean.requires_grad else None
         self.optimizer.step()
         self.optimizer.zero_grad()
         for movers in self._each:

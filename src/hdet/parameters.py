@@ -15,7 +15,7 @@ from hdet.fingerprint import fingerprint, fingerprints
 from hdet.flight import Flight
 from hdet.outer import Make, Outer
 from hdet.replicas import Replicas, local_replicas
-from hdet.shards import cut, local, whole
+from hdet.shards import cut, layout, local, whole
 from hdet.snapshot import Snapshot, restore, take
 from hdet.validation import check_integer, check_range
 
@@ -46,6 +46,16 @@ class Parameters:
     @property
     def outer(self) -> Optimizer | None:
         return None if self._outer is None else self._outer.optimizer
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """Those of the outer optimizer, by name."""
+        names = {id(p): name for name, p in self._bodies[0].parameters().items()}
+        return {} if self._outer is None else self._outer.named(names)
+
+    @property
+    def have_lonely(self) -> bool:
+        """Whether replicas share a parameter: then they can only run together."""
+        return any(body.has_lonely for body in self._bodies)
 
     def unsaved(self) -> list[str]:
         """Parameters that exist once for all replicas, as plain tensors."""
@@ -149,10 +159,22 @@ class Parameters:
     def converge_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> int:
         """Every replica takes the mean of those that are fit (eq. 3), and an outer optimizer, if
         there is one, makes its step; the bytes reduced."""
+        if self._outer is not None:
+            self._outer.hold()  # if its optimizer has skipped every step, as GradScaler does
         num_bytes = self._average_(fit, parts, agreed)
         if self._outer is not None:
             self._outer.step()
         return num_bytes
+
+    def note_step(self) -> None:
+        """A step was attempted, on all replicas alike."""
+        if self._outer is not None:
+            self._outer.has_moved = True
+
+    def start_apart(self) -> None:
+        """Replicas do not begin from the same weights."""
+        if self._outer is not None:
+            self._outer.is_apart = True
 
     def start_converge_(self, fit: Sequence[int], agreed: Agreed) -> int:
         """Send off the weights that train, and average the rest; the bytes reduced.
@@ -331,9 +353,11 @@ def perturb_(
     check_integer("seed", seed, at_least=0)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("`model` must have parameters that require a gradient, got none.")
-    local = local_replicas() if replicas is None else replicas.local
+    if replicas is None and any(layout(p) is not None for p in model.parameters()):
+        raise ValueError("`perturb_` needs `replicas=` for a sharded model, got None.")
+    here = local_replicas() if replicas is None else replicas.local
     modules = [model] if replicas is None else replicas.modules(model)
-    for replica, module in zip(local, modules, strict=True):
+    for replica, module in zip(here, modules, strict=True):
         assert module is not None
         _add_noise(module, noise, torch.Generator().manual_seed(_seed(seed, replica)))
 

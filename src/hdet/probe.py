@@ -141,6 +141,7 @@ def score_replicas(
     modules: Sequence[nn.Module],
     pool: Callable[[Tensor], Tensor] = lambda rows: rows[:, None],
     *,
+    together: bool = False,
     sync_every: int,
     cycle: int,
     seed: int,
@@ -151,7 +152,7 @@ def score_replicas(
     One row for each: its scores, lower is better, padded with nan, then which batches it saw.
     Replicas that are `fresh` have trained for a few steps only: their running statistics do not
     tell anything yet, and normalisation takes those of the batch. `pool` asks all processes that
-    a replica consists of (`Replicas.pool`).
+    a replica consists of (`Replicas.pool`); replicas that share a parameter run `together`.
     """
     device = next(iter(modules[0].parameters())).device
     rows = []
@@ -166,14 +167,15 @@ def score_replicas(
                 nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
             )
             with who, evaluating(module, fresh) as bare, _same_draws(device, seed, cycle):
-                if not sound[place]:
+                if not (sound[place] or together):
                     # What a lost replica would make of the batches is anybody's guess.
                     rows.append(_lost_row(device))
                     continue
                 seen = Seen(bare)
                 scores = _scores(probe, seen, batches)
                 seen.check()
-                rows.append(_row(scores, probe.mode, seen, device))
+                row = _row(scores, probe.mode, seen, device)
+                rows.append(row if sound[place] else _lost_row(device))
     return torch.stack(rows)
 
 

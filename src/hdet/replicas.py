@@ -1,4 +1,4 @@
-"""The Replicas protocol, and replicas as processes: the only file that knows torch.distributed."""
+"""The Replicas protocol, and replicas as processes: the only file that talks to other processes."""
 
 import warnings
 from collections import deque
@@ -180,8 +180,10 @@ class ProcessReplicas:
         self.parts, self.part = len(inside), inside.index(dist.get_rank())
         self._inside = _own_group(inside) if self.parts > 1 else None
         self._devices = _device_types(self._group)
-        self._ranks, self._keep_out = set(ranks), keep_out
-        self._switch = Switch(ranks)
+        self._ranks, self._keep_out = frozenset(ranks), keep_out
+        self._fitted: set[str] = set()
+        """Patterns that have found a parameter."""
+        self._switch = Switch(self._ranks)
         self._check_alike(bucket_bytes)
         self._buckets = Buckets(bucket_bytes, self._devices)
 
@@ -198,11 +200,12 @@ class ProcessReplicas:
         for pattern in self._keep_out:
             # DDP puts a prefix before all names.
             fits = [n for n in named if fnmatchcase(n.removeprefix("module."), pattern)]
-            if not fits:
+            if not fits and pattern not in self._fitted:
                 raise ValueError(
                     "`keep_out` must name parameters of the model (`model=`), got "
                     f"{pattern!r}, which fits none of {sorted(named)}."
                 )
+            self._fitted.add(pattern)  # DDP hides parameters after a forward
             found.update(fits)
         return found
 
@@ -311,7 +314,12 @@ class ProcessReplicas:
         return sent
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
-        wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        wrapped = [
+            module
+            for module in model.modules()
+            if isinstance(module, DistributedDataParallel)
+            and is_ours(dist.get_process_group_ranks(module.process_group), self._ranks)
+        ]
         if not shared and any(module.static_graph for module in wrapped):
             raise ValueError("gradients cannot be local under DDP(static_graph=True).")
         for module in wrapped:
@@ -373,26 +381,22 @@ class Switch:
     the all-reduce is made after all. So for the time being it is told of the shards alone.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = list(ranks)
-        self._hybrid: dict[int, Any] = {}
-        """What FSDP2 was told at first, for each of its groups of parameters."""
+    def __init__(self, ranks: Collection[int]) -> None:
+        self._ranks = ranks
 
     def turn(self, model: nn.Module, on: bool) -> bool:
         """Whether there was anything to turn."""
-        groups = [(group, self._hybrid_of(group)) for group in _parameter_groups(model)]
-        found = [(group, info) for group, info in groups if self._is_ours(info)]
-        for group, info in found:
+        found = [group for group in _parameter_groups(model) if self._is_found(group)]
+        for group in found:
+            # What FSDP2 was told at first stays with it, for whoever turns it again.
+            group._hdet_mesh_info = info = getattr(group, "_hdet_mesh_info", group.mesh_info)
             group.mesh_info = info if on else _without_replicas(info)
         return bool(found)
 
-    def _hybrid_of(self, group: Any) -> Any:
-        return self._hybrid.setdefault(id(group), group.mesh_info)
-
-    def _is_ours(self, info: Any) -> bool:
-        """It averages over these replicas, and not inside of one."""
+    def _is_found(self, group: Any) -> bool:
+        info = getattr(group, "_hdet_mesh_info", group.mesh_info)
         wire = getattr(info, "replicate_process_group", None)
-        return wire is not None and dist.get_process_group_ranks(wire) == self._ranks
+        return wire is not None and is_ours(dist.get_process_group_ranks(wire), self._ranks)
 
 
 def _parameter_groups(model: nn.Module) -> list[Any]:
@@ -405,8 +409,31 @@ def _parameter_groups(model: nn.Module) -> list[Any]:
     return found
 
 
+def is_ours(wire: Sequence[int], replicas: Collection[int]) -> bool:
+    """Whether gradients are averaged over the replicas by these processes, or inside of one.
+
+    >>> is_ours([0, 2], {0, 2}), is_ours([0, 1], {0, 2})
+    (True, False)
+    """
+    if set(wire) == set(replicas):
+        return True
+    if len(set(wire).intersection(replicas)) > 1:
+        raise ValueError(
+            "gradients must be averaged over the replicas alone, or inside of each, got "
+            f"processes {sorted(wire)} that do both; the replicas lie on {sorted(replicas)}. Wrap "
+            "the model with the same dimension of the mesh as ProcessReplicas."
+        )
+    return False
+
+
 def _without_replicas(info: Any) -> Any:
-    kind = next(k for k in type(info).__mro__ if k.__name__ == "FSDPMeshInfo")
+    kinds = [k for k in type(info).__mro__ if k.__name__ == "FSDPMeshInfo"]
+    if not kinds:
+        raise ValueError(
+            "gradients cannot be local under FSDP2's replicate(): use DistributedDataParallel, or "
+            "fully_shard on a mesh with a second dimension."
+        )
+    kind = kinds[0]
     return kind(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
 
 
@@ -422,7 +449,13 @@ def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 def _same_replica(mesh: DeviceMesh) -> list[int]:
     """The processes that differ from this one in other dimensions of a mesh than the given one."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_before_2_8(mesh)
-    places = {int(rank): place for place, rank in enumerate(root.mesh.flatten())}
+    ranks = root.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"the processes of a mesh must be in rising order, got {root.mesh.tolist()}: torch "
+            "orders those of a group, and a replica would not know its place."
+        )
+    places = {rank: place for place, rank in enumerate(ranks)}
     column = dist.get_process_group_ranks(mesh.get_group())
     if dist.get_rank() not in places or not set(column) <= set(places):
         return [dist.get_rank()]  # a mesh of its own

@@ -90,7 +90,7 @@ def roll_call(
         # A float64 holds 53 bits: the 64 of a fingerprint travel in two columns.
         columns += [column(values >> 32), column(values & 0xFFFFFFFF)]
     sample = column(parameters.sample()) if measures else rows[:, :0]
-    scored = rows[:, :0] if probed is None else _of_probes(replicas.pool(column(probed)), replicas)
+    scored = rows[:, :0] if probed is None else _of_probes(replicas.pool(column(probed)))
     everyone = replicas.gather(torch.column_stack([rows, *columns, scored, sample]))
     told, samples = everyone.split([everyone.shape[1] - sample.shape[1], sample.shape[1]], dim=1)
     lines = torch.column_stack([_distances(samples), told]).tolist()
@@ -126,10 +126,14 @@ def _of_parts(pooled: Tensor) -> Tensor:
     return torch.stack([mean, counts.amax(1), error, step, *ends], dim=1)
 
 
-def _of_probes(pooled: Tensor, replicas: Replicas) -> Tensor:
-    """The mean of what the parts of a replica scored; which batches, as this one saw them."""
-    words = pooled[:, replicas.part, -WORDS:]
-    return torch.cat([pooled[:, :, :-WORDS].mean(1), words], dim=1)
+def _of_probes(pooled: Tensor) -> Tensor:
+    """The mean of what the parts of a replica scored, and which batches all of them saw."""
+    if pooled.shape[1] == 1:
+        return pooled[:, 0]
+    scores, words = pooled[:, :, :-WORDS], pooled[:, :, -WORDS:]
+    # Words of 32 bits, each times a number of its own: exact in a float64 up to 2^20 parts.
+    places = torch.arange(1, pooled.shape[1] + 1, device=pooled.device, dtype=pooled.dtype)
+    return torch.cat([scores.mean(1), (words * places[:, None]).sum(1)], dim=1)
 
 
 def _mean_of_finite(values: list[float]) -> float | None:

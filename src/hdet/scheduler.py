@@ -160,6 +160,7 @@ class HDET(LRScheduler):
             for _ in range(due):
                 self._base.advance()
         self.last_epoch += 1
+        self._parameters.note_step()
         self._diverged |= self._can_diverge()
         if self.last_epoch == self._lands_at:
             self._parameters.land_()
@@ -284,6 +285,10 @@ class HDET(LRScheduler):
         """The outer optimizer, to be saved and loaded beside the inner one."""
         return self._parameters.outer
 
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """What the outer optimizer moves, under the names of the model's parameters."""
+        return self._parameters.outer_parameters()
+
     def unsaved_parameters(self) -> list[str]:
         """Those that exist once for all replicas, as plain tensors: a distributed checkpoint takes
         them for copies of each other."""
@@ -379,13 +384,16 @@ class HDET(LRScheduler):
                 self.optimizer, model, self._replicas, self._settings.outer
             )
             self._hands = self._bind_knobs()
-            writes = record is not None and self._replicas.part == 0 in self._replicas.local
+            leads = self._replicas.part == 0 and 0 in self._replicas.local
+            writes = record is not None and leads
             self._recorder = Recorder(record) if writes and record is not None else None
             mine = describe(self._settings, self._schedule(), self._parameters)
             self._take_first_values()
         except Exception as problem:
             refuse(self._replicas, problem)
         self._diverged = agree(self._replicas, mine)
+        if self._diverged:
+            self._parameters.start_apart()
         self._model = model
         if model is not None:
             self._replicas.share_gradients(model, self._settings.gradients == "shared")
@@ -718,7 +726,7 @@ class HDET(LRScheduler):
         # What is worse than the first weights is nothing to come back to.
         for_good = not (call.first_loss is not None and loss < call.first_loss)
         if not for_good:
-            self._converge(call)
+            self._converge(call, waits=True)
         self._start_again(second, reason, for_good=for_good)
         return True
 
@@ -765,6 +773,7 @@ class HDET(LRScheduler):
                 probe,
                 modules,
                 self._replicas.pool,
+                together=self._parameters.have_lonely,
                 sync_every=sync_every,
                 cycle=cycle,
                 seed=self._settings.seed,
@@ -813,14 +822,15 @@ class HDET(LRScheduler):
                 "left out of the comparison.",
             )
 
-    def _converge(self, call: RollCall) -> tuple[Triage, int]:
+    def _converge(self, call: RollCall, *, waits: bool = False) -> tuple[Triage, int]:
         if self._replicas.size == 1:
             return Triage((0,), {}, (0,)), 0
         verdict = self._triage(call)
-        if self._settings.overlap and not self._is_over():
+        # One that is lost must not train on, nor a run that ends here.
+        waits = waits or bool(verdict.excluded) or self._is_over()
+        if self._settings.overlap and not waits:
             self._lands_at = self.last_epoch + self._settings.overlap
-            num_bytes = self._parameters.start_converge_(verdict.fit, call.agreed)
-            return verdict, num_bytes + (self._reseed(verdict) if verdict.excluded else 0)
+            return verdict, self._parameters.start_converge_(verdict.fit, call.agreed)
         policy = self._settings.optimizer_state
         averages_state = policy == "average" and call.states_match
         parts = PARTS if averages_state else PARTS[:-1]
@@ -886,6 +896,8 @@ class HDET(LRScheduler):
         """To the last good weights, with a lower scale; the schedule and the data go on."""
         watch = refuge.watch
         refuge.go_back()
+        if self._settings.overlap:  # what was kept is what each had before the mean came
+            self._meet()
         if watch.gives_up:
             num = watch.in_a_row - 1
             self._steering.rescale(watch.surrender())
@@ -901,6 +913,13 @@ class HDET(LRScheduler):
         self._next_cycle()
         line = self._guard_line(reason, refuge.step, watch.factor())
         self._write_record({**line, "scales": self.get_knobs()})
+
+    def _meet(self) -> None:
+        """All replicas take the mean of their weights, without any further ado."""
+        weights = PARTS[:-1]
+        call = self._roll_call(*weights)
+        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        self._parameters.converge_(verdict.fit, weights, call.agreed)
 
     def _guard_line(self, reason: str, back_to: int, factor: float | None) -> dict[str, Any]:
         return {

@@ -63,8 +63,7 @@ def cut(full: Tensor, like: Tensor) -> Tensor:
             continue
         if not placement.is_shard() or type(placement).__name__ != "Shard":
             raise ValueError(
-                f"parameters must be replicated or sharded evenly, got {made.placements}: perturb "
-                "the model before it is sharded."
+                f"`perturb_` needs replicated or sharded parameters, got {made.placements}."
             )
         chunks = full.chunk(made.mesh.size(dimension), placement.dim)
         place = coordinates[dimension]

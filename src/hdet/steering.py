@@ -98,11 +98,23 @@ class Knob:
         """Where a replica stands: in units of the base schedule, or as a value."""
         if self.fan:
             return self.about.space.clamped(self.state.scale * self.fan[replica])
-        by = self.width * self.state.narrow * self.levels[replica]
-        return self.about.space.shifted(self.state.scale, by)
+        return self._at(self.levels[replica])
 
     def factors(self) -> list[float]:
-        return [self.factor(replica) for replica in range(len(self.fan or self.levels))]
+        if self.fan:
+            return [self.factor(replica) for replica in range(len(self.fan))]
+        known = {level: self._at(level) for level in set(self.levels)}  # two, in most designs
+        return [known[level] for level in self.levels]
+
+    def positions(self, factors: Sequence[float]) -> list[float]:
+        known: dict[float, float] = {}
+        for factor in factors:
+            if factor not in known:
+                known[factor] = self.about.space.position(factor)
+        return [known[factor] for factor in factors]
+
+    def _at(self, level: float) -> float:
+        return self.about.space.shifted(self.state.scale, self.width * self.state.narrow * level)
 
     def is_spread(self) -> bool:
         if self.fan:
@@ -244,13 +256,15 @@ class Steering:
         They are compared by `scores`, one for each batch of a probe, or else by their losses.
         """
         shown = _shown(losses, scores, fit)
-        slopes = self._fit(shown)
+        stood = [[factors[r] for r in shown] for factors in (k.factors() for k in self.knobs)]
+        slopes = self._fit(shown, stood)
         pause = self._pause(complete=len(shown) == len(fit) or scores is not None)
         if pause is None and len(shown) < 2:
             pause = "fewer than two replicas with a finite score"
+        means = {replica: fmean(row) for replica, row in shown.items()}
         moves = []
-        for knob, slope in zip(self.knobs, slopes, strict=True):
-            moves.append(self._move(knob, slope, shown, errors, pause))
+        for knob, slope, factors in zip(self.knobs, slopes, stood, strict=True):
+            moves.append(self._move(knob, slope, means, factors, errors, pause))
             knob.feel(slope)
         if getattr(self._controller, "relative", False):
             moves = self._against_each_other(moves)
@@ -258,19 +272,19 @@ class Steering:
             knob.state = move.state
         weights = None
         if self._controller is not None and pause is None:
-            weights = self._controller.weigh([fmean(row) for row in shown.values()])
+            weights = self._controller.weigh(list(means.values()))
         if weights is None:
             return Steered(None, moves, slopes)
         named = dict(zip(shown, weights, strict=True))
         return Steered([named.get(r, 0.0) for r in range(self._num_replicas)], moves, slopes)
 
-    def _fit(self, shown: Mapping[int, Sequence[float]]) -> list[Slope | None]:
+    def _fit(
+        self, shown: Mapping[int, Sequence[float]], stood: Sequence[Sequence[float]]
+    ) -> list[Slope | None]:
         if len(shown) < 2 or self.closed or not self.is_spread():
             return [None] * len(self.knobs)
-        positions = []
-        for knob in self.knobs:
-            factors = knob.factors()
-            positions.append([knob.about.space.position(factors[r]) for r in shown])
+        pairs = zip(self.knobs, stood, strict=True)
+        positions = [knob.positions(factors) for knob, factors in pairs]
         before = [knob.slope for knob in self.knobs]
         found = joint_fit(positions, list(shown.values()), self._noise, before)
         self._noise = found.noise
@@ -282,7 +296,8 @@ class Steering:
         self,
         knob: Knob,
         slope: Slope | None,
-        shown: Mapping[int, Sequence[float]],
+        means: Mapping[int, float],
+        factors: Sequence[float],
         errors: Sequence[float | None],
         pause: str | None,
     ) -> Move:
@@ -290,13 +305,12 @@ class Steering:
             return coast(knob.state, pause or "")
         if not knob.about.spread:
             return coast(knob.state, "not spread")
-        factors = knob.factors()
         return self._controller.update(
             knob.state,
             Evidence(
-                [fmean(row) for row in shown.values()],
-                [factors[r] for r in shown],
-                [errors[r] for r in shown] if errors else (),
+                list(means.values()),
+                factors,
+                [errors[r] for r in means] if errors else (),
                 knob.about.space,
                 knob.width,
                 slope,
