@@ -539,7 +539,7 @@ def test_paper_steers_every_knob_by_its_softmax() -> None:
     parts = [batch(T - 1, replica) for replica in range(4)]
     x, y = (torch.cat(each) for each in zip(*parts, strict=True))
     losses = run.ensemble.losses(run.loss, x, y)
-    sums = run.scheduler._signal._sums.clone() + losses.detach()  # type: ignore[union-attr]
+    sums = run.scheduler._signal.rows()[:, 0] * (T - 1) + losses.detach()
     run.go(1)
     weights = (-(sums / T) / 0.01).softmax(0).tolist()
     pull = math.fsum(w * v for w, v in zip(weights, values, strict=True)) - sum(values) / 4

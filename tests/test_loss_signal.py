@@ -28,6 +28,22 @@ def test_it_starts_again_after_a_cycle() -> None:
     assert signal.rows()[:, :2].tolist() == [[3.0, 1.0], [4.0, 1.0]]
 
 
+def test_a_place_that_is_written_again_and_being_asked_leave_no_trace() -> None:
+    asked, quiet, place = LossSignal(2), LossSignal(2), torch.zeros(2)
+    for step in range(150):
+        place.copy_(torch.tensor([step % 7, 0.1 * step]))
+        for signal in (asked, quiet):
+            signal.add(place, 1.0 if step < 100 else 2.0)
+        asked.rows()
+    assert asked.rows().equal(quiet.rows())
+    losses = torch.tensor([[step % 7, 0.1 * step] for step in range(150)]).double()
+    weights = torch.tensor([1.0] * 100 + [2.0] * 50).double()
+    want = (weights[:, None] * losses).sum(0) / weights.sum()
+    torch.testing.assert_close(quiet.rows()[:, 0], want)
+    jumps = (losses.diff(dim=0) ** 2).sum(0) / (2 * 149 * 150)
+    torch.testing.assert_close(quiet.rows()[:, 2], jumps.sqrt())
+
+
 def test_no_step_within_a_cycle_reads_a_value_back() -> None:
     """A tensor on the meta device has no value: whoever asks for it raises an error."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -163,10 +163,24 @@ CASES = [
 ]
 
 
-def train_all(rank: int, folder: str) -> list[list[Tensor]]:
+class Told(NamedTuple):
+    """What a process says: the weights of every case, and why a checkpoint is refused."""
+
+    weights: list[list[Tensor]]
+    said: str
+
+
+class Trained(NamedTuple):
+    told: list[Told]
+    folder: Path
+
+
+def train_all(rank: int, folder: str) -> Told:
     # Of tensor parallelism under FSDP2; nobody changes an output in place here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    return [train(rank, *case, f"{folder}/{number}") for number, case in enumerate(CASES)]
+    # In one call: tensor parallelism keeps the groups of a mesh by name.
+    runs = [train(rank, *case, f"{folder}/{number}") for number, case in enumerate(CASES)]
+    return Told(runs, hidden(rank))
 
 
 @pytest.fixture(scope="module")
@@ -178,23 +192,21 @@ def fresh() -> Iterator[Processes]:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    fresh: Processes, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[list[list[Tensor]]], Path]:
+def trained(fresh: Processes, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("meshes")
-    return fresh(4, train_all, str(folder)), folder
+    return Trained(fresh(4, train_all, str(folder)), folder)
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_a_sharded_replica_equals_the_reference_on_the_whole_model(
-    trained: tuple[list[list[list[Tensor]]], Path], case: tuple[str, str, str]
+    trained: Trained, case: tuple[str, str, str]
 ) -> None:
     number, want = CASES.index(case), expected(*case)
-    for process, everything in enumerate(trained[0]):
-        pairs = zip(everything[number], want.parameters[process // 2], strict=True)
+    for process, told in enumerate(trained.told):
+        pairs = zip(told.weights[number], want.parameters[process // 2], strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    record = trained[1] / str(number) / "record.jsonl"
+    record = trained.folder / str(number) / "record.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     cycles = [line for line in lines if line["event"] == "cycle"]
     held = want.cycles[WARMUP // T - 1].centres
@@ -638,13 +650,9 @@ def hidden(rank: int) -> str:
     )
 
 
-def test_what_ddp_hides_is_not_saved() -> None:
-    pool = Processes()  # tensor parallelism knows its groups by name
-    try:
-        for said in pool(4, hidden):
-            assert "exist once" in said or "DDP over tensor parallelism hides them" in said
-    finally:
-        pool.close()
+def test_what_ddp_hides_is_not_saved(trained: Trained) -> None:
+    for told in trained.told:
+        assert "exist once" in told.said or "DDP over tensor parallelism hides them" in told.said
 
 
 def test_wires_inside_a_replica_are_left_alone(fresh: Processes) -> None:

@@ -55,7 +55,6 @@ def train(rank: int, name: str, micro_batches: int, dtype: torch.dtype, ours: bo
     [
         (3, "adamw", 1, torch.float32),
         (4, "sgd", 1, torch.float32),
-        (4, "adamw", 1, torch.float32),
         (3, "adam", 2, torch.float64),
     ],
 )

@@ -5,12 +5,24 @@ steadily through the cycle does not look noisy.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdet.shards import whole
+
+TOGETHER = 64
+"""So many losses are added up at once: one by one they would cost more calls than the schedule."""
+
+
+class Totals(NamedTuple):
+    """Of the losses of each local replica so far: their weighted sum, the squares of the jumps from
+    one to the next, and the last of them."""
+
+    sums: Tensor
+    jumps: Tensor
+    last: Tensor
 
 
 class LossSignal:
@@ -18,16 +30,16 @@ class LossSignal:
 
     def __init__(self, num_local: int) -> None:
         self._num_local = num_local
-        self._sums: Tensor | None = None
-        self._jumps: Tensor | None = None
+        self._device: torch.device | None = None
+        """That losses come from."""
         self._first: Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
-        for kept in (self._sums, self._jumps):
-            if kept is not None:
-                kept.zero_()
-        self._last: Tensor | None = None
+        self._totals: Totals | None = None
+        self._waiting: list[Tensor] = []
+        """Losses of weight `_waiting_weight` that are not in the sums yet."""
+        self._waiting_weight = 1.0
         self._weight = 0.0
         self.num_observed = 0
 
@@ -41,44 +53,66 @@ class LossSignal:
             raise ValueError(f"`weight` must be a finite number above 0, got {weight!r}.")
         if not isinstance(loss, (Tensor, int, float)):
             raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
-        values = whole(torch.as_tensor(loss).detach())
+        # A copy: a captured graph writes every loss to the same place.
+        values = whole(torch.as_tensor(loss).detach()).clone()
         if values.numel() != self._num_local:
             raise ValueError(
                 f"`loss` must hold {self._num_local} number(s), one for each replica of this "
                 f"process, got shape {tuple(values.shape)}."
             )
-        exact = torch.float32 if values.device.type == "mps" else torch.float64
-        values = values.reshape(-1).to(exact)
+        if self._waiting and not self._is_like(values, weight):
+            self._add_up()
+        self._waiting.append(values)
+        self._device = values.device
+        self._waiting_weight = weight
         self._first = values if self._first is None else self._first
-        self._sums = _on(values.device, self._sums, values)
-        self._jumps = _on(values.device, self._jumps, values)
-        self._sums.add_(values, alpha=weight)
-        if self._last is not None:
-            self._jumps.addcmul_(*[values - self._last.to(values.device)] * 2)
-        self._last = values
         self._weight += weight
         self.num_observed += 1
+        if len(self._waiting) == TOGETHER:
+            self._add_up()
+
+    def _is_like(self, values: Tensor, weight: float) -> bool:
+        """Whether it can be added up with those that wait."""
+        other = self._waiting[-1]
+        return (weight, values.shape, values.dtype, values.device) == (
+            self._waiting_weight,
+            other.shape,
+            other.dtype,
+            other.device,
+        )
+
+    def _add_up(self) -> None:
+        """Those that wait into the sums."""
+        self._totals, self._waiting = self._with_waiting(), []
+
+    def _with_waiting(self) -> Totals | None:
+        if not self._waiting:
+            return self._totals
+        rows = _exact(torch.stack(self._waiting).view(len(self._waiting), -1))
+        known = self._totals or Totals(
+            torch.zeros_like(rows[0]), torch.zeros_like(rows[0]), rows[0]
+        )
+        sums, jumps, last = (tensor.to(rows.device) for tensor in known)
+        jumped = torch.cat([last[None], rows]).diff(dim=0).square_().sum(0)
+        return Totals(sums.add(rows.sum(0), alpha=self._waiting_weight), jumps + jumped, rows[-1])
 
     def first(self) -> Tensor:
         """The first loss, for each local replica: that of the weights it has set out with."""
         if self._first is None:
             return torch.full((self._num_local,), math.nan, dtype=torch.float64)
-        return self._first
+        return _exact(self._first.reshape(-1))
 
     def rows(self) -> Tensor:
         """For each local replica: mean loss (0 if there was none), number of observations, and
         the standard error of the mean (not a number below two observations)."""
-        if self._sums is None or self._jumps is None:
-            return torch.zeros(self._num_local, 3, dtype=torch.float64)
-        means = self._sums / self._weight if self._weight else self._sums
-        num = self.num_observed
+        totals = self._with_waiting()  # whoever asks in between leaves no trace
+        if totals is None:
+            return _exact(torch.zeros(self._num_local, 3, device=self._device))
+        means, num = totals.sums / self._weight, self.num_observed
         counts = torch.full_like(means, num)
         scale = 2 * (num - 1) * num if num > 1 else math.nan
-        return torch.stack([means, counts, (self._jumps / scale).sqrt()], dim=1)
+        return torch.stack([means, counts, (totals.jumps / scale).sqrt()], dim=1)
 
 
-def _on(device: torch.device, kept: Tensor | None, values: Tensor) -> Tensor:
-    """A running sum, on the device that losses come from now."""
-    if kept is None:
-        return torch.zeros_like(values)
-    return kept if kept.device == device else kept.to(device)
+def _exact(values: Tensor) -> Tensor:
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)

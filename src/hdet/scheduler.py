@@ -151,8 +151,10 @@ class HDET(LRScheduler):
         if self._expedition is not None:
             self._scout_step(self._expedition)
             return
-        ran_with = self._steering.base_lrs(self._base.lrs)
-        self._course.add(self.last_epoch, self.get_base_lr(), self._base.momenta)
+        left = self._steps_left(self.last_epoch + 1)
+        ran_with = self._steering.base_lrs(self._base.lrs) if left == 0 else []
+        if self._recorder is not None:
+            self._course.add(self.last_epoch, self.get_base_lr(), self._base.momenta)
         due = self._clock.due(self.last_epoch + 1)
         if self._is_over():
             self._overrun()
@@ -164,7 +166,6 @@ class HDET(LRScheduler):
         self._diverged |= self._can_diverge()
         if self.last_epoch == self._lands_at:
             self._parameters.land_()
-        left = self._steps_left()
         if left < self._tail_steps and self._steering.is_spread():
             self._parameters.add_iterate()
         if left == 0:
@@ -932,13 +933,11 @@ class HDET(LRScheduler):
 
     # The end of the run --------------------------------------------------------------------
 
-    def _steps_left(self) -> int:
+    def _steps_left(self, step: int) -> int:
         """Until the end of the cycle; the last one may be short."""
-        left = -self.last_epoch % self._settings.sync_every
+        left = -step % self._settings.sync_every
         total = self._settings.total_steps
-        return (
-            left if total is None or total < self.last_epoch else min(left, total - self.last_epoch)
-        )
+        return left if total is None or total < step else min(left, total - step)
 
     def _is_over(self) -> bool:
         total = self._settings.total_steps
