@@ -589,6 +589,7 @@ def crossed(rank: int) -> dict[str, Any]:
         started(alone, replicas, gradients="shared")
     world = DistributedDataParallel(net())
     told["both"] = refusal(lambda: started(world, replicas))
+    started(world, replicas, gradients="shared")
 
     # Whoever comes second finds the gradients as they were.
     model = net()

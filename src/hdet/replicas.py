@@ -318,7 +318,7 @@ class ProcessReplicas:
             module
             for module in model.modules()
             if isinstance(module, DistributedDataParallel)
-            and is_ours(dist.get_process_group_ranks(module.process_group), self._ranks)
+            and reaches(dist.get_process_group_ranks(module.process_group), self._ranks, shared)
         ]
         if not shared and any(module.static_graph for module in wrapped):
             raise ValueError("gradients cannot be local under DDP(static_graph=True).")
@@ -386,17 +386,17 @@ class Switch:
 
     def turn(self, model: nn.Module, on: bool) -> bool:
         """Whether there was anything to turn."""
-        found = [group for group in _parameter_groups(model) if self._is_found(group)]
+        found = [group for group in _parameter_groups(model) if self._reaches(group, on)]
         for group in found:
             # What FSDP2 was told at first stays with it, for whoever turns it again.
             group._hdet_mesh_info = info = getattr(group, "_hdet_mesh_info", group.mesh_info)
             group.mesh_info = info if on else _without_replicas(info)
         return bool(found)
 
-    def _is_found(self, group: Any) -> bool:
+    def _reaches(self, group: Any, on: bool) -> bool:
         info = getattr(group, "_hdet_mesh_info", group.mesh_info)
         wire = getattr(info, "replicate_process_group", None)
-        return wire is not None and is_ours(dist.get_process_group_ranks(wire), self._ranks)
+        return wire is not None and reaches(dist.get_process_group_ranks(wire), self._ranks, on)
 
 
 def _parameter_groups(model: nn.Module) -> list[Any]:
@@ -409,21 +409,21 @@ def _parameter_groups(model: nn.Module) -> list[Any]:
     return found
 
 
-def is_ours(wire: Sequence[int], replicas: Collection[int]) -> bool:
-    """Whether gradients are averaged over the replicas by these processes, or inside of one.
+def reaches(wire: Sequence[int], replicas: Collection[int], on: bool) -> bool:
+    """Whether these processes average gradients over the replicas, or only inside of one.
 
-    >>> is_ours([0, 2], {0, 2}), is_ours([0, 1], {0, 2})
+    >>> reaches([0, 2], {0, 2}, on=True), reaches([0, 1], {0, 2}, on=True)
     (True, False)
     """
-    if set(wire) == set(replicas):
-        return True
-    if len(set(wire).intersection(replicas)) > 1:
+    if len(set(wire).intersection(replicas)) < 2:
+        return False
+    if not on and set(wire) != set(replicas):
         raise ValueError(
-            "gradients must be averaged over the replicas alone, or inside of each, got "
+            "local gradients must be averaged over the replicas alone, or inside of each, got "
             f"processes {sorted(wire)} that do both; the replicas lie on {sorted(replicas)}. Wrap "
             "the model with the same dimension of the mesh as ProcessReplicas."
         )
-    return False
+    return True
 
 
 def _without_replicas(info: Any) -> Any:
