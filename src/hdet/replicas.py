@@ -404,7 +404,7 @@ def _parameter_groups(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_group", None)  # the only one, before torch 2.12
+        one = getattr(state, "_fsdp_param_group", None)  # the only one, in older versions of torch
         found += getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
     return found
 
@@ -448,7 +448,7 @@ def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 def _same_replica(mesh: DeviceMesh) -> list[int]:
     """The processes that differ from this one in other dimensions of a mesh than the given one."""
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_before_2_8(mesh)
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_in_older_torch(mesh)
     ranks = root.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(
@@ -474,7 +474,7 @@ def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(at))
 
 
-def _root_before_2_8(mesh: DeviceMesh) -> DeviceMesh:
+def _root_in_older_torch(mesh: DeviceMesh) -> DeviceMesh:
     from torch.distributed.device_mesh import _mesh_resources
 
     return _mesh_resources.get_root_mesh(mesh)
