@@ -190,9 +190,11 @@ def test_replicas_of_several_processes_send_inside_alone(processes: Processes) -
             assert (sent == alone[0]) == (step % T != 0), (step, sent)
 
 
-def stacked(steps: int, **options: Any) -> tuple[Any, Any, hdet.HDET]:
+def stacked(steps: int, noise: float = 0.0, **options: Any) -> tuple[Any, Any, hdet.HDET]:
     model = toy.toy()
     ensemble = hdet.StackedReplicas(model, 4)
+    if noise:
+        hdet.perturb_(model, noise, replicas=ensemble)
     optimizer = ensemble.optimizer(inner(model))
     scheduler = hdet.HDET(
         LambdaLR(optimizer, lambda _: 1.0),
@@ -286,20 +288,7 @@ def meets(ensemble: Any) -> bool:
 
 
 def test_replicas_that_begin_apart_meet_at_their_first_mean() -> None:
-    model = toy.toy()
-    ensemble = hdet.StackedReplicas(model, 4)
-    hdet.perturb_(model, 0.1, replicas=ensemble)
-    optimizer = ensemble.optimizer(inner(model))
-    scheduler = hdet.HDET(
-        LambdaLR(optimizer, lambda _: 1.0),
-        model=model,
-        replicas=ensemble,
-        preset="paper",
-        controller=None,
-        gradients="local",
-        sync_every=T,
-        outer=OUTER,
-    )
+    ensemble, optimizer, scheduler = stacked(0, noise=0.1)
     for _ in range(2):
         go_on(ensemble, optimizer, scheduler, T)
         assert meets(ensemble)

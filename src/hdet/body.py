@@ -62,8 +62,7 @@ class Body:
         """Look again which tensors there are: some may have been rebound, frozen or added."""
         for module in self._sharded:
             module.reshard()  # whole parameters would not see what is written into shards
-        parameters = _present(self._parameter_places)
-        parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = self._all()
         buffers = _present(self._buffer_places)
         everything = [*map(local, parameters), *map(local, buffers)]
         key = (
@@ -84,6 +83,11 @@ class Body:
                 "buffers": [*map(local, _once(buffers))],
             }
             self._lists.clear()
+
+    def _all(self) -> list[Tensor]:
+        """The parameters of the model and of the optimizer, as often as they are named."""
+        groups = self.optimizer.param_groups
+        return [*_present(self._parameter_places), *(p for g in groups for p in g["params"])]
 
     def part(self, name: str) -> list[Tensor]:
         """Every tensor of a part once, also if it is tied, without gradient or outside a model."""
@@ -107,9 +111,7 @@ class Body:
 
     def movers(self) -> list[Tensor]:
         """The parameters that train, whole or sharded, also those of which nothing lies here."""
-        parameters = _present(self._parameter_places)
-        parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
-        mine = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._alone}
+        mine = {id(p): p for p in self._all() if p.requires_grad and id(p) not in self._alone}
         return list(mine.values())
 
     def divided(self, names: Iterable[str], agreed: Agreed) -> tuple[list[Tensor], list[Tensor]]:

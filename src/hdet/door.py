@@ -171,7 +171,7 @@ def check_together(
     if settings.overlap:
         _check_overlap(settings)
     if settings.outer is not None:
-        describe_outer(settings.outer)  # or says what it is
+        describe_outer(settings.outer)  # refuses what makes no optimizer
     if settings.outer is not None and replicas.size == 1:
         warnings.warn(
             "`outer` needs several replicas: nothing converges here, and it makes no step.",

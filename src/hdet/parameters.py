@@ -176,15 +176,15 @@ class Parameters:
         if self._outer is not None:
             self._outer.is_apart = True
 
-    def start_converge_(self, fit: Sequence[int], agreed: Agreed) -> int:
-        """Send off the weights that train, and average the rest; the bytes reduced.
-
-        The replicas train on meanwhile, until `land_`.
+    def start_converge_(self, agreed: Agreed) -> int:
+        """Send off the weights that train, and average the rest, of all replicas; the bytes
+        reduced. The replicas train on meanwhile, until `land_`.
         """
+        everyone = range(self._replicas.size)
         rows = [body.divided(("moving",), agreed)[0] for body in self._bodies]
-        self._flight = Flight(self._replicas, rows, fit) if rows[0] else None
+        self._flight = Flight(self._replicas, rows) if rows[0] else None
         num_bytes = 0 if self._flight is None else self._flight.num_bytes
-        return num_bytes + self._average_(fit, ("still", "buffers"), agreed)
+        return num_bytes + self._average_(everyone, ("still", "buffers"), agreed)
 
     @property
     def are_under_way(self) -> bool:
@@ -199,6 +199,7 @@ class Parameters:
             flight.land()
 
     def abandon(self) -> None:
+        """What was sent off is not wanted any more."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.abandon()

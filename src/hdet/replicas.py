@@ -77,9 +77,8 @@ class Replicas(Protocol):
         Rows that are averaged `once` are not kept in mind for the next time.
         """
 
-    def begin_average(self, rows: Rows, fit: Sequence[int]) -> Means:
-        """Start to make the mean over those that are fit, of flat tensors; nobody waits, and no
-        tensor changes."""
+    def begin_average(self, rows: Rows) -> Means:
+        """Start to make the mean over all, of flat tensors; nobody waits, and no tensor changes."""
 
     def maximum_(self, rows: Rows) -> int:
         """All replicas take the maximum over all of them; the bytes that were reduced."""
@@ -124,7 +123,7 @@ class OneReplica:
     def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
         return 0
 
-    def begin_average(self, rows: Rows, fit: Sequence[int]) -> Means:
+    def begin_average(self, rows: Rows) -> Means:
         return lambda: list(rows[0])
 
     def maximum_(self, rows: Rows) -> int:
@@ -273,7 +272,7 @@ class ProcessReplicas:
             self._buckets.forget(rows[0])
         return sent
 
-    def begin_average(self, rows: Rows, fit: Sequence[int]) -> Means:
+    def begin_average(self, rows: Rows) -> Means:
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, flat in enumerate(rows[0]):
             kinds.setdefault((flat.device, wire_dtype(flat.dtype)), []).append(place)
@@ -281,8 +280,6 @@ class ProcessReplicas:
         for (device, dtype), places in kinds.items():
             home = device if device.type in self._devices else torch.device(self._devices[0])
             wire = torch.cat([rows[0][place].to(home, dtype) for place in places])
-            if self.local[0] not in fit:
-                wire.zero_()
             work = dist.all_reduce(wire, group=self._group, async_op=True)
             under_way.append((work, wire, places))
 
@@ -290,7 +287,7 @@ class ProcessReplicas:
             means: dict[int, Tensor] = {}
             for work, wire, places in under_way:
                 work.wait()
-                parts = wire.div_(len(fit)).split([rows[0][place].numel() for place in places])
+                parts = wire.div_(self.size).split([rows[0][place].numel() for place in places])
                 means.update(zip(places, parts, strict=True))
             return [means[place].to(flat.device) for place, flat in enumerate(rows[0])]
 

@@ -189,8 +189,7 @@ class HDET(LRScheduler):
             self._write(everything=True)
         stopwatch = Stopwatch(self._device())
         self._parameters.land_()
-        call = self._roll_call(*PARTS)
-        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        call, verdict = self._call_up(*PARTS)
         parts = PARTS if call.states_match else PARTS[:-1]
         num_bytes = self._parameters.converge_(verdict.fit, parts, call.agreed)
         if verdict.excluded and not call.states_match:
@@ -242,8 +241,7 @@ class HDET(LRScheduler):
         if self._expedition is not None:  # replicas that scout have nothing in common but this
             return self._parameters.visit_snapshot(self._expedition.camp)
         weights = PARTS[:-1]
-        call = self._roll_call(*weights)
-        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        call, verdict = self._call_up(*weights)
         return self._parameters.visit(verdict.fit, weights, call.agreed)
 
     def note(self, text: str = "", **measures: float) -> None:
@@ -797,6 +795,12 @@ class HDET(LRScheduler):
             probed=probed,
         )
 
+    def _call_up(self, *compare: str) -> tuple[RollCall, Triage]:
+        """Whoever has finite weights, in mid-cycle: losses say nothing yet."""
+        call = self._roll_call(*compare)
+        nobody = [None] * self._replicas.size
+        return call, triage(nobody, call.finite, step=self.last_epoch)
+
     def _check_losses(self, call: RollCall) -> None:
         compares = self._steering.needs_losses and self._settings.probe is None
         needed = self._base.wants_metric or compares
@@ -831,7 +835,7 @@ class HDET(LRScheduler):
         waits = waits or bool(verdict.excluded) or self._is_over()
         if self._settings.overlap and not waits:
             self._lands_at = self.last_epoch + self._settings.overlap
-            return verdict, self._parameters.start_converge_(verdict.fit, call.agreed)
+            return verdict, self._parameters.start_converge_(call.agreed)
         policy = self._settings.optimizer_state
         averages_state = policy == "average" and call.states_match
         parts = PARTS if averages_state else PARTS[:-1]
@@ -916,10 +920,9 @@ class HDET(LRScheduler):
         self._write_record({**line, "scales": self.get_knobs()})
 
     def _meet(self) -> None:
-        """All replicas take the mean of their weights, without any further ado."""
+        """All replicas take the mean of their weights, and nothing else happens."""
         weights = PARTS[:-1]
-        call = self._roll_call(*weights)
-        verdict = triage([None] * self._replicas.size, call.finite, step=self.last_epoch)
+        call, verdict = self._call_up(*weights)
         self._parameters.converge_(verdict.fit, weights, call.agreed)
 
     def _guard_line(self, reason: str, back_to: int, factor: float | None) -> dict[str, Any]:

@@ -179,10 +179,8 @@ class StackedReplicas:
         return 0
 
     @torch.no_grad()
-    def begin_average(
-        self, rows: Sequence[Sequence[Tensor]], fit: Sequence[int]
-    ) -> Callable[[], list[Tensor]]:
-        means = [mean.clone() for mean in mean_of_rows(rows, fit)]
+    def begin_average(self, rows: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
+        means = [mean.clone() for mean in mean_of_rows(rows, range(self.size))]
         return lambda: means
 
     @torch.no_grad()
