@@ -24,9 +24,9 @@ from hdet.clock import Clock
 from hdet.growth import Agreement, peak_of
 from hdet.guard import Watch
 from hdet.knobs import LearningRate, explored_rates
-from hdet.scout import Search
+from hdet.scout import NOTHING_FOUND, Beginning, Search
 from hdet.steering import Cycle, Steering
-from hdet.stuck import EARLY, SOON, Stuck, is_far
+from hdet.stuck import EARLY, SOON, Stuck, is_far, is_late
 from hdet.verdict import points_of
 
 N = 8
@@ -353,12 +353,12 @@ def scouted(
     scout: hdet.Scout,
     look: Look | None = None,
     since: Sequence[int] | None = None,
+    brief: bool = False,
 ) -> list[Search]:
     """Every run's search, to its end; from the first weights, whatever steps were made before."""
-    steps, since = bench.plan.steps, since or [0] * len(runs)
+    steps, since, kind = bench.plan.steps, since or [0] * len(runs), bench.plan.optimizer
     searches = [
-        Search(scout, num_replicas=N, total_steps=steps, optimizer=bench.plan.optimizer)
-        for _ in runs
+        Search(scout, num_replicas=N, total_steps=steps, optimizer=kind, brief=brief) for _ in runs
     ]
     begins = list(since)
     while pending := [place for place, search in enumerate(searches) if not search.is_over]:
@@ -461,24 +461,40 @@ def split(batch: Sequence[Tensor], num: int) -> list[Tensor]:
 
 
 def set_out(
-    bench: Bench, runs: Sequence[Run], *, probe: bool, since: Sequence[int] | None = None
+    bench: Bench,
+    runs: Sequence[Run],
+    *,
+    probe: bool,
+    since: Sequence[int] | None = None,
+    brief: bool = False,
+    scout: hdet.Scout | None = None,
 ) -> tuple[list[Leg], list[Search]]:
     """What every run begins with after its scout, and how that was found."""
-    since = since or [0] * len(runs)
-    searches = scouted(bench, runs, probe=probe, scout=hdet.Scout(), since=since)
-    wave = shape("one cycle", bench.plan.steps, True)
-    peak, legs = peak_of(sum(wave.lrs) / len(wave.lrs)), []
+    since, scout = since or [0] * len(runs), scout or hdet.Scout()
+    searches = scouted(bench, runs, probe=probe, scout=scout, since=since, brief=brief)
+    legs = []
     for run, search, before in zip(runs, searches, since, strict=True):
-        peaks = (run.lr * search.begin_with(peak=peak).factor,) * len(bench.task.groups)
+        peaks = (run.lr * beginning(bench, search).factor,) * len(bench.task.groups)
         legs.append(Leg(run.seed, peaks, before + search.used))
     return legs, searches
 
 
+def beginning(bench: Bench, search: Search) -> Beginning:
+    """What a run begins with, in units of what was given."""
+    wave = shape("one cycle", bench.plan.steps, True)
+    return search.begin_with(peak=peak_of(sum(wave.lrs) / len(wave.lrs)))
+
+
 def with_scout(
-    bench: Bench, runs: Sequence[Run], *, probe: bool = True, guard: bool = True
+    bench: Bench,
+    runs: Sequence[Run],
+    *,
+    probe: bool = True,
+    guard: bool = True,
+    scout: hdet.Scout | None = None,
 ) -> list[Ended]:
     """hdet: a scout, then a plain run that a guard looks after."""
-    legs, searches = set_out(bench, runs, probe=probe)
+    legs, searches = set_out(bench, runs, probe=probe, scout=scout)
     watch = Lookout(hdet.Guard()) if guard else None
     ended = sail(bench, legs, watch=watch)
     notes = [
@@ -500,33 +516,42 @@ def with_scout(
 
 
 def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
-    """hdet with `scout="restart"`: a guard, and a scout for a run that is stuck, from its start.
+    """hdet with `scout="restart"`: a guard, a look at the beginning whether the learning rate is
+    hopeless, and a scout from the first weights for a run that is stuck all the same.
 
     A run that its scout would leave as it is goes on here as if nothing had been.
     """
-    legs, since = legs_of(bench, runs), stuck_at(bench, runs)
-    again = [place for place, step in enumerate(since) if step is not None]
+    legs, looks = set_out(bench, runs, probe=True, brief=True)
+    watched = []
+    for place, (run, search) in enumerate(zip(runs, looks, strict=True)):
+        begin = beginning(bench, search)
+        if not is_far(begin.factor) or begin.factor > 1 or begin.why == NOTHING_FOUND:
+            watched.append(place)
+            legs[place] = legs[place]._replace(peaks=(run.lr,) * len(legs[place].peaks))
+    stuck = stuck_at(bench, legs) if watched else []  # a single row has no rule for vmap
+    since = {place: stuck[place] for place in watched}
+    again = [place for place, step in since.items() if step is not None]
     if again:
-        steps = [step for step in since if step is not None]
+        steps = [since[place] or 0 for place in again]
         found, _ = set_out(bench, [runs[place] for place in again], probe=True, since=steps)
         for place, leg in zip(again, found, strict=True):
             legs[place] = leg if is_far(leg.peaks[0] / runs[place].lr) else legs[place]
     watch = Lookout(hdet.Guard())
     ended = sail(bench, legs, watch=watch)
     notes = [
-        {"returns": returns, "stuck": step, "begin": leg.begin}
-        for returns, step, leg in zip(watch.returns, since, legs, strict=True)
+        {"returns": returns, "stuck": since.get(place), "begin": leg.begin}
+        for place, (returns, leg) in enumerate(zip(watch.returns, legs, strict=True))
     ]
     return [end._replace(notes=note) for end, note in zip(ended, notes, strict=True)]
 
 
-def stuck_at(bench: Bench, runs: Sequence[Run]) -> list[int | None]:
+def stuck_at(bench: Bench, runs: Sequence[Leg]) -> list[int | None]:
     """The step at which each run is found to be stuck; none for one that is not."""
+    found: list[int | None] = [None] * len(runs)
     fleet = bench.fleet([run.seed for run in runs], capture=False)
     rule, watches = bench.rule(fleet), [Stuck() for _ in runs]
-    course = Course(legs_of(bench, runs), "one cycle", bench.plan.steps, rule)
+    course = Course(runs, "one cycle", bench.plan.steps, rule)
     batch, means = bench.task.batches([run.seed for run in runs]), Means(len(runs), fleet.device)
-    found: list[int | None] = [None] * len(runs)
     for now in range(min(EARLY * SYNC_EVERY, bench.plan.steps // SOON)):
         losses = fleet.losses(*batch(course.steps[now]))
         rule.step(course.lrs[now], course.momenta[now])
@@ -534,12 +559,17 @@ def stuck_at(bench: Bench, runs: Sequence[Run]) -> list[int | None]:
         if now == 0:
             for watch, loss in zip(watches, losses.tolist(), strict=True):
                 watch.begin(loss)
-        if (now + 1) % SYNC_EVERY:
-            continue
-        finite = fleet.weights.isfinite().all(1).tolist()
-        for row, (loss, error) in enumerate(means.end(range(len(runs)))):
-            told = watches[row].reason(loss if finite[row] else math.nan, error)
-            found[row] = now + 1 if found[row] is None and told else found[row]
+        steps = [run.begin + now + 1 for run in runs]
+        ends = [row for row, step in enumerate(steps) if step % SYNC_EVERY == 0]
+        finite = fleet.weights.isfinite().all(1).tolist() if ends else []
+        for row, (loss, error) in zip(ends, means.end(ends), strict=True):
+            cycle = now // SYNC_EVERY  # those that have ended before
+            if found[row] is not None or is_late(cycle, steps[row], bench.plan.steps):
+                continue
+            if now + 1 < SYNC_EVERY:  # what a look has left of its first cycle
+                continue
+            if watches[row].reason(loss if finite[row] else math.nan, error):
+                found[row] = steps[row]
         if None not in found:
             break
     return found
@@ -945,6 +975,7 @@ class Method(NamedTuple):
 ADAM = ("AdamW",)
 METHODS: dict[str, Method] = {
     "hdet": Method(with_scout, kind="hdet"),
+    "hdet, a shorter scout": Method(partial(with_scout, scout=hdet.Scout(share=0.02)), kind="hdet"),
     "hdet, no probe": Method(partial(with_scout, probe=False), kind="default"),
     "hdet, by group": Method(by_group, rows=N, kind="groups", optimizers=("AdamW",)),
     "hdet, no scout": Method(rescued, kind="guard"),

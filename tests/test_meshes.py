@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.replicas import _parameter_groups
+from hdet.mesh import _parameter_groups
+from hdet.roll_call import _of_parts
 from hdet.shards import local, whole
 from hdet.spread import assignment
 from tests import reference, small_run, toy
@@ -106,6 +108,95 @@ def train(rank: int, kind: str, gradients: str, name: str, folder: str) -> list[
         optimizer.step()
         scheduler.step(loss)
     return [p.detach() for p in gathered(named, mesh)]
+
+
+class FirstHalf(nn.Module):
+    """A stage of a pipeline; the other half of the toy is the second."""
+
+    def __init__(self, model: toy.Toy) -> None:
+        super().__init__()
+        self.embedding, self.norm = model.embedding, model.norm
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.embedding(tokens))
+
+
+class SecondHalf(nn.Module):
+    def __init__(self, model: toy.Toy) -> None:
+        super().__init__()
+        self.transformer, self.head = model.transformer, model.head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.transformer(hidden)).mean(1))
+
+
+def pipelined(rank: int) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "stage"))
+    replica, place = divmod(rank, 2)
+    model = FirstHalf(toy.toy()) if place == 0 else SecondHalf(toy.toy())
+    stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    pipeline = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.cross_entropy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = hdet.OneCycleHDET(
+        optimizer,
+        PEAKS[0],
+        total_steps=S,
+        cycle_momentum=False,
+        sync_every=T,
+        warmup_steps=WARMUP,
+        model=model,
+        gradients="local",
+        replicas=hdet.ProcessReplicas(mesh["replicate"]),
+        seed=5,
+        **SETTINGS,  # type: ignore[arg-type]
+    )
+    for step in range(S):
+        optimizer.zero_grad()
+        tokens, labels = toy.batch(step, replica)
+        losses: list[Tensor] = []
+        if place == 0:
+            pipeline.step(tokens)
+        else:
+            pipeline.step(target=labels, losses=losses)
+        optimizer.step()
+        # Only the last stage knows a loss.
+        scheduler.step(torch.stack(losses).mean() if losses else None)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_stages_of_a_pipeline_equal_the_reference(processes: Processes) -> None:
+    want = reference.run(
+        toy.toy(),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1.0),
+        lambda model, step, replica: toy.loss_of(model, step, replica),
+        lambda group, cycle: assignment(N, seed=5, cycle=cycle, knob="lr/group0"),
+        num_replicas=N,
+        peaks=PEAKS[:1],
+        total_steps=S,
+        sync_every=T,
+        warmup_steps=WARMUP,
+        alpha=0.25,
+        beta=0.8,
+        sigma=0.05,
+        lam=0.7,
+        shared=False,
+    )
+    told = processes(4, pipelined)
+    for replica in (0, 1):
+        weights = [*told[2 * replica], *told[2 * replica + 1]]
+        for mine, theirs in zip(weights, want.parameters[replica], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_stage_without_a_loss_says_nothing_of_it() -> None:
+    """Mean, number, error, step, finite, bad buffers, size of the state, first loss."""
+    silent = [0.0, 0.0, 0.0, 5.0, 1.0, 0.0, 7.0, math.nan]
+    heard = [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 3.0]
+    other = [4.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 5.0]
+    pooled = torch.tensor([[silent, heard], [heard, other]], dtype=torch.float64)
+    alone, both = _of_parts(pooled).tolist()
+    assert alone == [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 16.0, 3.0]
+    assert both == [3.0, 4.0, math.hypot(0.5, 0.5) / 2, 5.0, 1.0, 0.0, 18.0, 4.0]
 
 
 def gathered(named: dict[str, nn.Parameter], mesh: DeviceMesh) -> list[Tensor]:
@@ -350,6 +441,22 @@ class Bag(nn.Module):
         return self.body(x) + 0 * ours
 
 
+def in_short(
+    rank: int, mesh: DeviceMesh, replicas: hdet.ProcessReplicas, kind: str | None
+) -> list[Tensor]:
+    """What a run ends with whose converges are compressed, or are not."""
+    model = net()
+    fully_shard(model, mesh=mesh)
+    optimizer, scheduler = started(model, replicas, compress=kind)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = small_run.loss_of(model, small_run.batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+    return [whole(p).detach() for p in model.parameters()]
+
+
 def one_of_all(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     mesh = mesh_of_four()
@@ -366,6 +473,9 @@ def one_of_all(rank: int) -> dict[str, Any]:
     hdet.perturb_(model, 0.1, replicas=replicas, seed=7)
     told["perturbed"] = [whole(p).detach() for p in model.parameters()]
     started(model, replicas)
+
+    told["in short"] = in_short(rank, mesh, replicas, "int8")
+    told["at length"] = in_short(rank, mesh, replicas, None)
 
     everywhere = init_device_mesh("cpu", (4,))
     table = distribute_tensor(torch.arange(8.0), everywhere, [Shard(0)])
@@ -399,6 +509,17 @@ def told(fresh: Processes) -> list[dict[str, Any]]:
 def test_a_process_knows_its_place(told: list[dict[str, Any]]) -> None:
     places = [each["place"] for each in told]
     assert places == [(2, [r], 2, part) for r in (0, 1) for part in (0, 1)]
+
+
+def test_shards_are_compressed_where_they_lie(told: list[dict[str, Any]]) -> None:
+    first = [p.detach() for p in net().parameters()]
+    for each in told:
+        for mine, same, exact, begun in zip(
+            each["in short"], told[0]["in short"], each["at length"], first, strict=True
+        ):
+            assert mine.equal(same)
+            assert not mine.equal(exact)
+            assert float((mine - exact).norm()) < 0.02 * float((exact - begun).norm())
 
 
 def test_a_replica_with_one_bad_shard_is_left_out_on_all_of_its_processes(

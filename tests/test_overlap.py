@@ -1,6 +1,7 @@
 """A converge in the background: its mean comes some steps later, as a change."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from tests import reference, toy
 from tests.processes import Processes
 
 N, T, S, DELAY, ALPHA, LR = 4, 6, 40, 2, 0.25, 0.02
+NESTEROV = (0.7, 0.9)
+OUTER = partial(torch.optim.SGD, lr=NESTEROV[0], momentum=NESTEROV[1], nesterov=True)
 
 
-def expected(shared: bool) -> list[list[Tensor]]:
+def expected(shared: bool, outer: bool = False) -> list[list[Tensor]]:
     """The same as a plain loop; the last cycle ends with an ordinary converge."""
     models = [toy.toy() for _ in range(N)]
+    slow = [p.detach().clone() for p in models[0].parameters()]
+    velocities = [torch.zeros_like(tensor) for tensor in slow]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
     sent: list[list[Tensor]] = []
     for step in range(S):
@@ -32,19 +37,30 @@ def expected(shared: bool) -> list[list[Tensor]]:
             optimizer.step()
         done = step + 1
         if sent and done % T == DELAY:
-            land(models, sent)
+            means = [sum(same) / N for same in zip(*sent, strict=True)]
+            if outer:
+                follow(means, slow, velocities)
+            land(models, sent, slow if outer else means)
         if done % T == 0:
             sent = [[p.detach().clone() for p in model.parameters()] for model in models]
     reference.average(models)
+    if outer:
+        reference.nesterov(models, slow, velocities, *NESTEROV)
     return [[p.detach() for p in model.parameters()] for model in models]
 
 
+def follow(means: list[Tensor], slow: list[Tensor], velocities: list[Tensor]) -> None:
+    """An outer step along the mean of what was sent off, by the reference."""
+    mean = toy.toy()
+    nn.utils.vector_to_parameters(torch.cat([m.flatten() for m in means]), mean.parameters())
+    reference.nesterov([mean], slow, velocities, *NESTEROV)
+
+
 @torch.no_grad()
-def land(models: list[toy.Toy], sent: list[list[Tensor]]) -> None:
-    means = [sum(same) / N for same in zip(*sent, strict=True)]
+def land(models: list[toy.Toy], sent: list[list[Tensor]], goals: list[Tensor]) -> None:
     for model, before in zip(models, sent, strict=True):
-        for p, mean, own in zip(model.parameters(), means, before, strict=True):
-            p.add_(mean - own)
+        for p, goal, own in zip(model.parameters(), goals, before, strict=True):
+            p.add_(goal - own)
 
 
 def scheduled(model: nn.Module, optimizer: Any, **options: Any) -> hdet.HDET:
@@ -53,10 +69,11 @@ def scheduled(model: nn.Module, optimizer: Any, **options: Any) -> hdet.HDET:
     return hdet.HDET(base, model=model, preset="paper", sync_every=T, total_steps=S, **given)
 
 
-def processes_run(rank: int, gradients: str) -> list[Tensor]:
+def processes_run(rank: int, gradients: str, outer: bool) -> list[Tensor]:
     model = DistributedDataParallel(toy.toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    scheduler = scheduled(model, optimizer, gradients=gradients)
+    follows = OUTER if outer else None
+    scheduler = scheduled(model, optimizer, gradients=gradients, outer=follows)
     for step in range(S):
         optimizer.zero_grad()
         loss = toy.loss_of(model, step, rank)
@@ -102,30 +119,36 @@ def check(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:
             torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("gradients", ["local", "shared"])
-def test_processes_equal_the_plain_loop(processes: Processes, gradients: str) -> None:
-    check(processes(N, processes_run, gradients), expected(gradients == "shared"))
+def test_processes_equal_the_plain_loop(processes: Processes, gradients: str, outer: bool) -> None:
+    want = expected(gradients == "shared", outer)
+    check(processes(N, processes_run, gradients, outer), want)
 
 
+@pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("gradients", ["local", "shared"])
-def test_stacked_replicas_equal_the_plain_loop(gradients: str) -> None:
-    run = Stacked(gradients=gradients)
+def test_stacked_replicas_equal_the_plain_loop(gradients: str, outer: bool) -> None:
+    run = Stacked(gradients=gradients, outer=OUTER if outer else None)
     run.go_on(S)
-    check(run.weights(), expected(gradients == "shared"))
+    check(run.weights(), expected(gradients == "shared", outer))
 
 
-def test_a_checkpoint_while_a_mean_is_under_way_is_one_model() -> None:
-    run = Stacked(gradients="local")
+@pytest.mark.parametrize("outer", [None, OUTER])
+def test_a_checkpoint_while_a_mean_is_under_way_is_one_model(outer: Any) -> None:
+    run = Stacked(gradients="local", outer=outer)
     run.go_on(T)
     with pytest.warns(UserWarning, match="saved in the middle of a cycle"):
         run.scheduler.state_dict()
     run.scheduler.converge()
     first, *others = run.weights()
     assert all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
-    again = Stacked(gradients="local")
+    again = Stacked(gradients="local", outer=outer)
     again.go_on(T + 1)  # another mean is under way when it is loaded
     again.model.load_state_dict(run.model.state_dict())
     again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    if run.scheduler.outer is not None and again.scheduler.outer is not None:
+        again.scheduler.outer.load_state_dict(copy.deepcopy(run.scheduler.outer.state_dict()))
     again.scheduler.load_state_dict(run.scheduler.state_dict())
     for each in (run, again):
         each.go_on(9)
@@ -141,8 +164,9 @@ def test_a_replica_that_was_lost_takes_the_mean() -> None:
     assert all(tensor.isfinite().all() for row in run.weights() for tensor in row)
 
 
-def test_a_guard_goes_back_to_one_model() -> None:
-    run = Stacked(gradients="local", guard=hdet.Guard())
+@pytest.mark.parametrize("outer", [None, OUTER])
+def test_a_guard_goes_back_to_one_model(outer: Any) -> None:
+    run = Stacked(gradients="local", guard=hdet.Guard(), outer=outer)
     run.go_on(2 * T)
     with torch.no_grad():  # after the last mean has landed
         for module in run.ensemble.modules(None):
@@ -160,10 +184,6 @@ def test_a_guard_goes_back_to_one_model() -> None:
         ({"overlap": T // 2 + 1}, r"`overlap` must be at most half of `sync_every` \(6\), got 4"),
         ({"overlap": -1}, "`overlap` must be at least 0, got -1"),
         ({"optimizer_state": "average"}, "`overlap` needs optimizer_state='keep'"),
-        (
-            {"outer": lambda p: torch.optim.SGD(p, lr=0.7)},
-            "`overlap` must be 0 with an `outer` optimizer",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
 N, S, SYNC = 4, 400, 20
-GOOD, WILD = 0.03, 300.0
+LOW, GOOD, WILD = 1e-5, 0.03, 300.0
 HELD = batch(10**6, 0)
 RESTART = hdet.Scout(restart=True, share=0.1)  # short runs
 
@@ -102,21 +102,35 @@ def lines(folder: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in told if line["event"] == event]
 
 
-def ended(rank: int, engine: str, folder: Path | None = None) -> Tensor:
-    return Run(engine, rank, record=folder).go(S).weights()
+def ended(rank: int, engine: str, lr: float, folder: Path | None = None) -> Tensor:
+    return Run(engine, rank, lr, record=folder).go(S).weights()
+
+
+def test_a_hopeless_learning_rate_is_seen_at_the_beginning_on_both_engines(
+    processes: Processes, tmp_path: Path
+) -> None:
+    alone = ended(0, "stacked", WILD, tmp_path)
+    assert not lines(tmp_path, "guard")
+    found = lines(tmp_path, "scout")[-1]
+    assert WILD * found["factor"] < 10 * GOOD
+    assert found["step"] <= 0.1 * S
+    for answer in processes(N, ended, "processes", WILD):
+        torch.testing.assert_close(answer, alone, rtol=1e-8, atol=1e-10)
 
 
 def test_a_run_that_is_stuck_starts_again_on_both_engines(
     processes: Processes, tmp_path: Path
 ) -> None:
-    alone = ended(0, "stacked", tmp_path)
+    """One that is far too low is no reason to change it, until the loss does not fall."""
+    alone = ended(0, "stacked", LOW, tmp_path)
+    first, *_, found = [line for line in lines(tmp_path, "scout") if line["factor"] is not None]
+    assert first["factor"] == 1.0
     (guard,) = [line for line in lines(tmp_path, "guard") if "scouting" in line["reason"]]
     assert guard["back_to"] == 0
-    assert guard["step"] <= 3 * SYNC
-    found = lines(tmp_path, "scout")[-1]
-    assert WILD * found["factor"] < 10 * GOOD
+    assert first["step"] < guard["step"] <= 5 * SYNC
+    assert GOOD / 10 < LOW * found["factor"] < 10 * GOOD
     assert found["step"] > guard["step"]
-    for answer in processes(N, ended, "processes"):
+    for answer in processes(N, ended, "processes", LOW):
         torch.testing.assert_close(answer, alone, rtol=1e-8, atol=1e-10)
 
 
@@ -129,10 +143,19 @@ def test_it_ends_where_a_good_learning_rate_does() -> None:
     assert saved.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-3)  # its schedule has ended
 
 
-def test_a_run_that_gets_on_is_the_run_without_it() -> None:
-    slow = GOOD / 10  # so that there is something to gain in every cycle
-    waiting, plain = Run("stacked", lr=slow), Run("stacked", lr=slow, scout=None)
-    assert torch.equal(waiting.go(S).weights(), plain.go(S).weights())
+def test_a_run_that_gets_on_has_lost_one_look(tmp_path: Path) -> None:
+    run = Run("stacked", lr=GOOD / 10, record=tmp_path)  # there is something to gain in every cycle
+    before = run.weights()
+    while run.scheduler.is_scouting:
+        run.step()
+    assert torch.equal(run.weights(), before)
+    assert run.scheduler.last_epoch <= 0.025 * S  # one sweep
+    assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
+    assert run.scheduler._second_start is not None
+    run.go(S - run.scheduler.last_epoch)
+    assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
+    assert not lines(tmp_path, "guard")
+    assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
 
 
 def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -166,7 +189,7 @@ def test_replicas_that_were_apart_come_back_as_one() -> None:
     second = run.scheduler._second_start
     assert second is not None
     second.stuck.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
-    run.go(SYNC)
+    run.go(2 * SYNC)  # the first is cut short by the look
     assert run.scheduler.is_scouting
     for _ in range(100):
         if run.scheduler.is_scouting:

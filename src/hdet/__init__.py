@@ -9,6 +9,7 @@ of the replicas' weights.
 from hdet.checkpoint import load_checkpoint, save_checkpoint
 from hdet.controller import PaperController
 from hdet.dials import Dial
+from hdet.elastic import TorchftReplicas
 from hdet.guard import Guard, ReplicasLost
 from hdet.knobs import (
     Knob,
@@ -46,6 +47,7 @@ __all__ = [
     "ReplicasLost",
     "Scout",
     "StackedReplicas",
+    "TorchftReplicas",
     "Tracker",
     "__version__",
     "attention_temperature",

@@ -100,7 +100,7 @@ class Buckets:
         groups = [
             (place, wire, group)
             for (place, wire), parts in small.items()
-            for group in _fill(parts, piece_bytes // wire.itemsize)
+            for group in fill(parts, piece_bytes // wire.itemsize)
         ]
         return in_place + self._pack(groups, piece_bytes)
 
@@ -132,7 +132,7 @@ class Buckets:
         return held
 
 
-def _fill(parts: list[Tensor], capacity: int) -> Iterator[list[Tensor]]:
+def fill(parts: list[Tensor], capacity: int) -> Iterator[list[Tensor]]:
     """Parts in order, in groups of at most `capacity` elements."""
     group: list[Tensor] = []
     room = capacity

@@ -13,10 +13,13 @@ from torch import nn
 from torch.optim import Adagrad
 
 from hdet.base import Base
+from hdet.codec import CODECS
 from hdet.controller import Controller, PaperController
 from hdet.design import DESIGNS
+from hdet.elastic import TorchftReplicas
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
+from hdet.ledger import Traders
 from hdet.outer import Make, describe_outer
 from hdet.parameters import Parameters
 from hdet.preset import scout_problem, unfit_for_scouts
@@ -49,6 +52,7 @@ class Settings:
     guard: Guard | None = None
     outer: Make | None = None
     overlap: int = 0
+    compress: str | None = None
     design: str | None = None
     """Who explores what; by default the paper's permutations for its controller."""
 
@@ -64,6 +68,8 @@ class Settings:
         check_integer("sync_every", self.sync_every, at_least=1)
         check_integer("seed", self.seed, at_least=0)
         check_integer("overlap", self.overlap, at_least=0)
+        if self.compress is not None:
+            check_choice("compress", self.compress, list(CODECS))
         check_choice("gradients", self.gradients, GRADIENTS)
         check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         check_choice("on_overrun", self.on_overrun, OVERRUNS)
@@ -168,8 +174,15 @@ def check_together(
     for name in ("scout", "guard"):
         if getattr(settings, name) is not None and not rates:
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
+    if isinstance(replicas, TorchftReplicas):
+        _check_elastic(settings)
     if settings.overlap:
         _check_overlap(settings)
+    if settings.compress is not None and replicas.size > 1 and not isinstance(replicas, Traders):
+        raise ValueError(
+            "`compress` must be None for replicas that share a device: nothing is sent, got "
+            f"{settings.compress!r}."
+        )
     if settings.outer is not None:
         describe_outer(settings.outer)  # refuses what makes no optimizer
     if settings.outer is not None and replicas.size == 1:
@@ -190,6 +203,23 @@ def check_together(
         )
 
 
+def _check_elastic(settings: Settings) -> None:
+    """What needs the same replicas from one cycle to the next."""
+    for name, usual in (
+        ("gradients", "local"),
+        ("scout", None),
+        ("guard", None),
+        ("outer", None),
+        ("overlap", 0),
+        ("compress", None),
+        ("optimizer_state", "keep"),
+    ):
+        if (value := getattr(settings, name)) != usual:
+            raise ValueError(
+                f"`{name}` must be {usual!r} for replicas that come and go, got {value!r}."
+            )
+
+
 def _check_overlap(settings: Settings) -> None:
     if 2 * settings.overlap > settings.sync_every:
         raise ValueError(
@@ -200,11 +230,6 @@ def _check_overlap(settings: Settings) -> None:
         raise ValueError(
             "`overlap` needs optimizer_state='keep': states that train on cannot be averaged, got "
             f"{settings.optimizer_state!r}."
-        )
-    if settings.outer is not None:
-        raise ValueError(
-            "`overlap` must be 0 with an `outer` optimizer, whose step starts from weights that "
-            f"all replicas share, got {settings.overlap}."
         )
 
 

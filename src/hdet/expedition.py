@@ -37,6 +37,7 @@ class Expedition:
         kind: str,
         shared: bool,
         late: bool = False,
+        brief: bool = False,
     ) -> None:
         """`rates` are the learning rates it looks around, one for each group, and `kind` is the
         optimizer's name, of each replica's own where they have one."""
@@ -48,6 +49,7 @@ class Expedition:
             total_steps=total_steps,
             optimizer=kind,
             shared=shared,
+            brief=brief,
         )
         self._parameters, self._replicas, self._model = parameters, replicas, model
         self._done = 0

@@ -5,29 +5,45 @@ and what it had then. So replicas do not meet in one point, but nobody waits for
 where all of them are fit: one that is lost has to wait.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from hdet.buckets import flatten
-from hdet.replicas import Replicas, Rows
+from hdet.replicas import Means, Rows
+
+Begin = Callable[[Rows], tuple[Means, int]]
+"""Starts to make the mean of flat tensors, and says how many bytes are sent."""
+
+Leads = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+"""Tensors of a replica, flat, and their means -> where an outer optimizer goes from there."""
 
 
 class Flight:
     """From the end of a cycle until it lands."""
 
     @torch.no_grad()
-    def __init__(self, replicas: Replicas, rows: Rows) -> None:
+    def __init__(self, rows: Rows, begin: Begin) -> None:
         self._rows = [[flatten(tensor) for tensor in row] for row in rows]
         self._sent = [[flat.clone() for flat in row] for row in self._rows]
-        self._mean = replicas.begin_average(self._rows)
-        self.num_bytes = sum(flat.nbytes for flat in self._rows[0])
+        self._mean, self.num_bytes = begin(self._rows)
+
+    @property
+    def sent_from(self) -> list[Tensor]:
+        """What the first replica here sent off, where it lies."""
+        return self._rows[0]
 
     @torch.no_grad()
-    def land(self) -> None:
-        """Wait for the mean, and move by it."""
-        means = self._mean()
+    def land(self, leads_to: Leads | None = None) -> list[Tensor]:
+        """Wait for the mean, and move by it, or by where it leads; what that is."""
+        goals = self._mean()
+        if leads_to is not None:
+            goals = leads_to(self._rows[0], goals)
         for row, sent in zip(self._rows, self._sent, strict=True):
-            for flat, mean, before in zip(row, means, sent, strict=True):
-                flat.add_((mean - before).to(flat.dtype))
+            for flat, goal, before in zip(row, goals, sent, strict=True):
+                flat.add_((goal - before).to(flat.dtype))
+        return goals
 
     def abandon(self) -> None:
         """Wait, and leave everything as it is."""

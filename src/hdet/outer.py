@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.body import Body
+from hdet.buckets import flatten
 from hdet.shards import local
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -81,11 +82,33 @@ class Outer:
         for slow, mean in zip(self._slow, self._each[0], strict=True):
             # What was frozen meanwhile must not go on by its momentum.
             slow.grad = slow.detach() - mean.detach() if mean.requires_grad else None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._advance()
         for movers in self._each:
             torch._foreach_copy_(_locals(movers), _locals(self._slow))
         self.begin()
+
+    @torch.no_grad()
+    def leads_to(self, flats: list[Tensor], means: list[Tensor]) -> list[Tensor]:
+        """The mean of what replicas had some steps ago has come: a step along it, and where it
+        leads. What they have learnt since is theirs, so the next one sets out from here.
+        """
+        slow = {local(p).data_ptr(): s for p, s in zip(self._each[0], self._slow, strict=True)}
+        for mover, own in zip(self._each[0], self._slow, strict=True):
+            own.grad = torch.zeros_like(own) if mover.requires_grad else None
+        for flat, mean in zip(flats, means, strict=True):
+            own = slow[flat.data_ptr()]
+            if self.is_apart:
+                flatten(local(own)).copy_(mean)
+            elif own.grad is not None:
+                flatten(local(own.grad)).copy_(flatten(local(own)) - mean)
+        if not self.is_apart:
+            self._advance()
+        self.is_apart = False
+        return [flatten(local(slow[flat.data_ptr()])) for flat in flats]
+
+    def _advance(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def _locals(tensors: Sequence[Tensor]) -> list[Tensor]:

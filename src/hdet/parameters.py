@@ -1,7 +1,7 @@
 """The only writer of weights, buffers and optimizer state: converge, re-seed, perturb, visit."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.body import PARTS, Agreed, Body
+from hdet.codec import CODECS
 from hdet.fingerprint import fingerprint, fingerprints
 from hdet.flight import Flight
+from hdet.ledger import Ledger, Traders
 from hdet.outer import Make, Outer
-from hdet.replicas import Replicas, local_replicas
+from hdet.replicas import Means, Replicas, Rows, local_replicas
 from hdet.shards import cut, layout, local, whole
 from hdet.snapshot import Snapshot, restore, take
 from hdet.validation import check_integer, check_range
@@ -34,11 +36,15 @@ class Parameters:
         model: nn.Module | None,
         replicas: Replicas,
         outer: Make | None = None,
+        compress: str | None = None,
     ) -> None:
         self._replicas = replicas
         pairs = zip(replicas.optimizers(optimizer), replicas.modules(model), strict=True)
         self._bodies = [Body(*pair, replicas.alone) for pair in pairs]
         self._outer = None if outer is None else Outer(outer, optimizer, self._bodies)
+        self._ledger: Ledger | None = None
+        if compress is not None and isinstance(replicas, Traders):
+            self._ledger = Ledger(replicas, CODECS[compress])
         self._flight: Flight | None = None
         self._tail: list[Tensor] = []
         self._tail_steps = 0
@@ -156,15 +162,37 @@ class Parameters:
 
     # What is done to them --------------------------------------------------------------------
 
-    def converge_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> int:
+    def converge_(
+        self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed, *, exact: bool = True
+    ) -> int:
         """Every replica takes the mean of those that are fit (eq. 3), and an outer optimizer, if
-        there is one, makes its step; the bytes reduced."""
+        there is one, makes its step; the bytes reduced. Only what all are fit for need not be
+        `exact`."""
         if self._outer is not None:
             self._outer.hold()  # if its optimizer has skipped every step, as GradScaler does
-        num_bytes = self._average_(fit, parts, agreed)
+        moving = self._bodies[0].divided(("moving",), agreed)[0]
+        ledger = None if exact else self._ledger
+        if ledger is not None and ledger.knows(moving):
+            others = [part for part in parts if part != "moving"]
+            num_bytes = ledger.average_(moving) + self._average_(fit, others, agreed)
+        else:
+            num_bytes = self._average_(fit, parts, agreed)
         if self._outer is not None:
             self._outer.step()
+        if ledger is not None:
+            ledger.remember(moving)
+        else:
+            self._forget_debts()
         return num_bytes
+
+    def _forget_debts(self) -> None:
+        """Replicas were moved by other means than a compressed converge."""
+        if self._ledger is not None:
+            self._ledger.forget()
+
+    def meet_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> None:
+        """Every replica takes the mean of those that are fit, and no outer optimizer follows it."""
+        self._average_(fit, parts, agreed)
 
     def note_step(self) -> None:
         """A step was attempted, on all replicas alike."""
@@ -181,10 +209,18 @@ class Parameters:
         reduced. The replicas train on meanwhile, until `land_`.
         """
         everyone = range(self._replicas.size)
-        rows = [body.divided(("moving",), agreed)[0] for body in self._bodies]
-        self._flight = Flight(self._replicas, rows) if rows[0] else None
+        # An outer optimizer moves also what all replicas agree in.
+        known = agreed if self._outer is None else {}
+        rows = [body.divided(("moving",), known)[0] for body in self._bodies]
+        self._flight = Flight(rows, self._begin_average) if rows[0] else None
         num_bytes = 0 if self._flight is None else self._flight.num_bytes
         return num_bytes + self._average_(everyone, ("still", "buffers"), agreed)
+
+    def _begin_average(self, rows: Rows) -> tuple[Means, int]:
+        if self._ledger is not None and self._ledger.knows(rows[0]):
+            return self._ledger.begin_average(rows[0])
+        num_bytes = sum(flat.nbytes for flat in rows[0])
+        return self._replicas.begin_average(rows), num_bytes
 
     @property
     def are_under_way(self) -> bool:
@@ -196,13 +232,16 @@ class Parameters:
         flight, self._flight = self._flight, None
         if flight is not None:
             self.refresh()
-            flight.land()
+            goals = flight.land(None if self._outer is None else self._outer.leads_to)
+            if self._ledger is not None:
+                self._ledger.remember(flight.sent_from, goals)
 
     def abandon(self) -> None:
         """What was sent off is not wanted any more."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.abandon()
+        self._forget_debts()
 
     def _average_(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> int:
         """What is equal on all replicas is left alone: averaging it would cost traffic, and for an
@@ -236,6 +275,17 @@ class Parameters:
         for body in self._bodies:
             body.optimizer.state.clear()
 
+    def keep(self) -> Callable[[], None]:
+        """A copy of the weights and buffers, and the way back to it."""
+        self.refresh()
+        own = [t.detach() for body in self._bodies for part in PARTS[:-1] for t in body.part(part)]
+        kept = [tensor.clone() for tensor in own]
+
+        def undo() -> None:
+            _copy_all(own, kept)
+
+        return undo
+
     @contextmanager
     def visit(self, fit: Sequence[int], parts: Sequence[str], agreed: Agreed) -> Iterator[None]:
         """The consensus inside, every replica's own tensors again after it."""
@@ -259,6 +309,7 @@ class Parameters:
 
     def restore_(self, snapshot: Snapshot, *, draws: bool = True) -> None:
         self.refresh()
+        self._forget_debts()
         restore(snapshot, self._bodies, self.outer, draws=draws)
 
     def follow_(self, source: int, targets: Sequence[int]) -> None:
@@ -278,9 +329,12 @@ class Parameters:
             self.restore_(own)
 
     def begin_anew(self) -> None:
-        """All replicas stand together: whatever was noted of this cycle is void."""
+        """A new cycle: whatever was noted of the last one is void.
+
+        All replicas stand together, unless a mean is under way.
+        """
         self.forget_iterates()
-        if self._outer is not None:
+        if self._outer is not None and not self.are_under_way:
             self._outer.begin()
 
     # Averaged iterates -------------------------------------------------------------------------

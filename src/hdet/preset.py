@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet.base import Base
 from hdet.controller import Controller, PaperController
+from hdet.elastic import TorchftReplicas
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.replicas import ProcessReplicas, Replicas
@@ -105,6 +106,8 @@ def scout_problem(
     probes: bool,
 ) -> str | None:
     """Why a scout that nobody has asked for is left out; none if it is not."""
+    if isinstance(replicas, TorchftReplicas):
+        return "replicas that come and go cannot wait for each other's rounds"
     if replicas.size == 1:
         return "there is one replica (on one device, hdet.StackedReplicas makes several of it)"
     problem = unfit_for_scouts(base, model)

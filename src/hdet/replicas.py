@@ -1,6 +1,7 @@
 """The Replicas protocol, and replicas as processes: the only file that talks to other processes."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
-from hdet.shards import layout, sharded_modules
+from hdet.mesh import Switch, ranks_along, reaches, same_replica
+from hdet.shards import layout
 from hdet.validation import check_integer, check_names
 
 Rows = Sequence[Sequence[Tensor]]
@@ -136,55 +138,20 @@ class OneReplica:
         pass
 
 
-class ProcessReplicas:
-    """One replica in each process of a group (the default group, or a given one); or in several.
+class Wired(ABC):
+    """One replica in each process, and a wire between them, on which tensors travel in buckets."""
 
-    With `mesh["replicate"]`, a dimension of a device mesh, a replica is all processes that differ
-    in the other dimensions: FSDP2, tensor and other parallelism go on inside it, and every process
-    averages its shards with those of the same place in other replicas. A parameter that is sharded
-    over the replicas themselves exists once and is left alone; `keep_out` names others that do, by
-    patterns such as "*.experts.*". `bucket_bytes` is all the memory a converge may use beside the
-    model.
-    """
+    parts, part = 1, 0
+    size: int
+    local: range
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        *,
-        keep_out: Sequence[str] = (),
-        bucket_bytes: int = 64 << 20,
-    ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "`ProcessReplicas` needs a process group: call "
-                "torch.distributed.init_process_group first, or start the script with torchrun."
-            )
-        inside = [dist.get_rank()]
-        if isinstance(process_group, DeviceMesh):
-            if process_group.ndim != 1:
-                raise ValueError(
-                    "`process_group` must be a mesh of one dimension, such as "
-                    f"mesh['replicate'], got {process_group!r}."
-                )
-            inside = _same_replica(process_group)
-            process_group = process_group.get_group()
-        if dist.get_rank(process_group) < 0:
-            raise ValueError("`process_group` must contain this process, got a group without it.")
-        # A group of our own: the converge never races the collectives of the user's.
-        ranks = dist.get_process_group_ranks(process_group)
-        self._group = _own_group(ranks)
-        here = dist.get_rank(self._group)
-        self.size: int = dist.get_world_size(self._group)
-        self.local = range(here, here + 1)
-        self.parts, self.part = len(inside), inside.index(dist.get_rank())
-        self._inside = _own_group(inside) if self.parts > 1 else None
-        self._devices = _device_types(self._group)
-        self._ranks, self._keep_out = frozenset(ranks), keep_out
-        self._fitted: set[str] = set()
-        """Patterns that have found a parameter."""
-        self._switch = Switch(self._ranks)
-        self._check_alike(bucket_bytes)
-        self._buckets = Buckets(bucket_bytes, self._devices)
+    def __init__(self, bucket_bytes: int, device_types: Sequence[str]) -> None:
+        self._devices = device_types
+        self._buckets = Buckets(bucket_bytes, device_types)
+
+    @abstractmethod
+    def begin_reduce(self, wire: Tensor, op: Any) -> Any:
+        """Start to reduce a tensor over all replicas, in place; what to `wait()` for."""
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]
@@ -193,53 +160,6 @@ class ProcessReplicas:
         self, optimizer: Optimizer, steers: Collection[str] | None = None
     ) -> Sequence[Optimizer]:
         return [optimizer]
-
-    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
-        found = {name for name, parameter in named.items() if self._is_across(parameter)}
-        for pattern in self._keep_out:
-            # DDP puts a prefix before all names.
-            fits = [n for n in named if fnmatchcase(n.removeprefix("module."), pattern)]
-            if not fits and pattern not in self._fitted:
-                raise ValueError(
-                    "`keep_out` must name parameters of the model (`model=`), got "
-                    f"{pattern!r}, which fits none of {sorted(named)}."
-                )
-            self._fitted.add(pattern)  # DDP hides parameters after a forward
-            found.update(fits)
-        return found
-
-    def _is_across(self, parameter: Tensor) -> bool:
-        """Whether it is sharded over the replicas themselves."""
-        made = layout(parameter)
-        return made is not None and any(
-            len(self._ranks.intersection(_ranks_along(made.mesh, dimension))) > 1
-            for dimension, placement in enumerate(made.placements)
-            if not placement.is_replicate()
-        )
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return torch.cat(self._all(rows, self._group, self.size))
-
-    def pool(self, rows: Tensor) -> Tensor:
-        if self._inside is None:
-            return rows[:, None]
-        return torch.stack(self._all(rows, self._inside, self.parts), dim=1).to(rows.device)
-
-    def _all(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
-        if rows.device.type not in self._devices:
-            rows = rows.to(self._devices[0])
-        everyone = [torch.empty_like(rows) for _ in range(size)]
-        dist.all_gather(everyone, rows.contiguous(), group=group)
-        return everyone
-
-    def gather_objects(self, description: Any) -> list[Any]:
-        replica: list[Any] = [description]
-        if self._inside is not None:
-            replica = [None] * self.parts
-            dist.all_gather_object(replica, description, group=self._inside)
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, replica, group=self._group)
-        return [told for parts in everyone for told in parts]
 
     def are_finite(self, rows: Rows) -> Tensor:
         # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
@@ -278,9 +198,9 @@ class ProcessReplicas:
             kinds.setdefault((flat.device, wire_dtype(flat.dtype)), []).append(place)
         under_way = []
         for (device, dtype), places in kinds.items():
-            home = device if device.type in self._devices else torch.device(self._devices[0])
+            home = self._home(device)
             wire = torch.cat([rows[0][place].to(home, dtype) for place in places])
-            work = dist.all_reduce(wire, group=self._group, async_op=True)
+            work = self.begin_reduce(wire, dist.ReduceOp.SUM)
             under_way.append((work, wire, places))
 
         def wait() -> list[Tensor]:
@@ -296,6 +216,142 @@ class ProcessReplicas:
     def maximum_(self, rows: Rows) -> int:
         plan = self._buckets.of(rows[0])
         return self._reduce(plan, dist.ReduceOp.MAX, Bucket.load, Bucket.store)
+
+    def _reduce(self, plan: Plan, op: Any, fill: Any, empty: Any) -> int:
+        """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
+        on_the_wire: deque[tuple[Any, Bucket]] = deque()
+
+        def land() -> None:
+            work, bucket = on_the_wire.popleft()
+            work.wait()
+            empty(bucket)
+
+        sent = 0
+        for bucket in plan.buckets:
+            if len(on_the_wire) == SLOTS:
+                land()
+            fill(bucket)
+            work = self.begin_reduce(bucket.wire, op)
+            on_the_wire.append((work, bucket))
+            sent += bucket.wire.nbytes
+        while on_the_wire:
+            land()
+        return sent
+
+    def _home(self, device: torch.device) -> torch.device:
+        """Where the wire takes what lies on a device."""
+        return device if device.type in self._devices else torch.device(self._devices[0])
+
+
+class ProcessReplicas(Wired):
+    """One replica in each process of a group (the default group, or a given one); or in several.
+
+    With `mesh["replicate"]`, a dimension of a device mesh, a replica is all processes that differ
+    in the other dimensions: FSDP2, tensor and other parallelism go on inside it, and every process
+    averages its shards with those of the same place in other replicas. A parameter that is sharded
+    over the replicas themselves exists once and is left alone; `keep_out` names others that do, by
+    patterns such as "*.experts.*". `bucket_bytes` is all the memory a converge may use beside the
+    model.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        keep_out: Sequence[str] = (),
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "`ProcessReplicas` needs a process group: call "
+                "torch.distributed.init_process_group first, or start the script with torchrun."
+            )
+        inside = [dist.get_rank()]
+        if isinstance(process_group, DeviceMesh):
+            if process_group.ndim != 1:
+                raise ValueError(
+                    "`process_group` must be a mesh of one dimension, such as "
+                    f"mesh['replicate'], got {process_group!r}."
+                )
+            inside = same_replica(process_group)
+            process_group = process_group.get_group()
+        if dist.get_rank(process_group) < 0:
+            raise ValueError("`process_group` must contain this process, got a group without it.")
+        # A group of our own: the converge never races the collectives of the user's.
+        ranks = dist.get_process_group_ranks(process_group)
+        self._group = _own_group(ranks)
+        here = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+        self.local = range(here, here + 1)
+        self.parts, self.part = len(inside), inside.index(dist.get_rank())
+        self._inside = _own_group(inside) if self.parts > 1 else None
+        self._ranks, self._keep_out = frozenset(ranks), keep_out
+        self._fitted: set[str] = set()
+        """Patterns that have found a parameter."""
+        self._switch = Switch(self._ranks)
+        self._check_alike(bucket_bytes)
+        super().__init__(bucket_bytes, _device_types(self._group))
+
+    def begin_reduce(self, wire: Tensor, op: Any) -> Any:
+        return dist.all_reduce(wire, op=op, group=self._group, async_op=True)
+
+    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        found = {name for name, parameter in named.items() if self._is_across(parameter)}
+        for pattern in self._keep_out:
+            # DDP puts a prefix before all names.
+            fits = [n for n in named if fnmatchcase(n.removeprefix("module."), pattern)]
+            if not fits and pattern not in self._fitted:
+                raise ValueError(
+                    "`keep_out` must name parameters of the model (`model=`), got "
+                    f"{pattern!r}, which fits none of {sorted(named)}."
+                )
+            self._fitted.add(pattern)  # DDP hides parameters after a forward
+            found.update(fits)
+        return found
+
+    def _is_across(self, parameter: Tensor) -> bool:
+        """Whether it is sharded over the replicas themselves."""
+        made = layout(parameter)
+        return made is not None and any(
+            len(self._ranks.intersection(ranks_along(made.mesh, dimension))) > 1
+            for dimension, placement in enumerate(made.placements)
+            if not placement.is_replicate()
+        )
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._all(rows, self._group, self.size))
+
+    def pool(self, rows: Tensor) -> Tensor:
+        if self._inside is None:
+            return rows[:, None]
+        return torch.stack(self._all(rows, self._inside, self.parts), dim=1).to(rows.device)
+
+    def _all(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+        sent = rows.to(self._home(rows.device)).contiguous()
+        everyone = [torch.empty_like(sent) for _ in range(size)]
+        dist.all_gather(everyone, sent, group=group)
+        return everyone
+
+    def gather_objects(self, description: Any) -> list[Any]:
+        replica: list[Any] = [description]
+        if self._inside is not None:
+            replica = [None] * self.parts
+            dist.all_gather_object(replica, description, group=self._inside)
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, replica, group=self._group)
+        return [told for parts in everyone for told in parts]
+
+    def trade(self, rows: Tensor) -> Callable[[], Tensor]:
+        """One row for each replica -> one row from each, for whoever waits."""
+        sent = rows.to(self._home(rows.device))
+        theirs = torch.empty_like(sent)
+        work = dist.all_to_all_single(theirs, sent, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return theirs.to(rows.device)
+
+        return wait
 
     def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         here = self.local[0]
@@ -349,90 +405,6 @@ class ProcessReplicas:
                     f"`{name}` must be the same on all replicas, got {told} in their order."
                 )
 
-    def _reduce(self, plan: Plan, op: Any, fill: Any, empty: Any) -> int:
-        """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
-        on_the_wire: deque[tuple[Any, Bucket]] = deque()
-
-        def land() -> None:
-            work, bucket = on_the_wire.popleft()
-            work.wait()
-            empty(bucket)
-
-        sent = 0
-        for bucket in plan.buckets:
-            if len(on_the_wire) == SLOTS:
-                land()
-            fill(bucket)
-            work = dist.all_reduce(bucket.wire, op=op, group=self._group, async_op=True)
-            on_the_wire.append((work, bucket))
-            sent += bucket.wire.nbytes
-        while on_the_wire:
-            land()
-        return sent
-
-
-class Switch:
-    """Turns the averaging of gradients over the replicas on and off where FSDP2 does it (HSDP).
-
-    Its own `set_requires_all_reduce(False)` is for accumulation: no parameter gets a gradient until
-    the all-reduce is made after all. So for the time being it is told of the shards alone.
-    """
-
-    def __init__(self, ranks: Collection[int]) -> None:
-        self._ranks = ranks
-
-    def turn(self, model: nn.Module, on: bool) -> bool:
-        """Whether there was anything to turn."""
-        found = [group for group in _parameter_groups(model) if self._reaches(group, on)]
-        for group in found:
-            # What FSDP2 was told at first stays with it, for whoever turns it again.
-            group._hdet_mesh_info = info = getattr(group, "_hdet_mesh_info", group.mesh_info)
-            group.mesh_info = info if on else _without_replicas(info)
-        return bool(found)
-
-    def _reaches(self, group: Any, on: bool) -> bool:
-        info = getattr(group, "_hdet_mesh_info", group.mesh_info)
-        wire = getattr(info, "replicate_process_group", None)
-        return wire is not None and reaches(dist.get_process_group_ranks(wire), self._ranks, on)
-
-
-def _parameter_groups(model: nn.Module) -> list[Any]:
-    """FSDP2's, each with the parameters that are gathered and reduced at once."""
-    found: list[Any] = []
-    for module in sharded_modules(model):
-        state = module._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_group", None)  # the only one, in older versions of torch
-        found += getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
-    return found
-
-
-def reaches(wire: Sequence[int], replicas: Collection[int], on: bool) -> bool:
-    """Whether these processes average gradients over the replicas, or only inside of one.
-
-    >>> reaches([0, 2], {0, 2}, on=True), reaches([0, 1], {0, 2}, on=True)
-    (True, False)
-    """
-    if len(set(wire).intersection(replicas)) < 2:
-        return False
-    if not on and set(wire) != set(replicas):
-        raise ValueError(
-            "local gradients must be averaged over the replicas alone, or inside of each, got "
-            f"processes {sorted(wire)} that do both; the replicas lie on {sorted(replicas)}. Wrap "
-            "the model with the same dimension of the mesh as ProcessReplicas."
-        )
-    return True
-
-
-def _without_replicas(info: Any) -> Any:
-    kinds = [k for k in type(info).__mro__ if k.__name__ == "FSDPMeshInfo"]
-    if not kinds:
-        raise ValueError(
-            "gradients cannot be local under FSDP2's replicate(): use DistributedDataParallel, or "
-            "fully_shard on a mesh with a second dimension."
-        )
-    kind = kinds[0]
-    return kind(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
-
 
 def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     # For a part of the world only its members take part. Torch then names the new group by
@@ -441,45 +413,6 @@ def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         list(ranks), use_local_synchronization=len(ranks) < dist.get_world_size()
     )
     return made
-
-
-def _same_replica(mesh: DeviceMesh) -> list[int]:
-    """The processes that differ from this one in other dimensions of a mesh than the given one."""
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_in_older_torch(mesh)
-    ranks = root.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(
-            f"the processes of a mesh must be in rising order, got {root.mesh.tolist()}: torch "
-            "orders those of a group, and a replica would not know its place."
-        )
-    places = {rank: place for place, rank in enumerate(ranks)}
-    column = dist.get_process_group_ranks(mesh.get_group())
-    if dist.get_rank() not in places or not set(column) <= set(places):
-        return [dist.get_rank()]  # a mesh of its own
-    shape = tuple(root.mesh.shape)
-    coordinates = {rank: _unravel(place, shape) for rank, place in places.items()}
-    here = coordinates[dist.get_rank()]
-    along = [d for d in range(len(shape)) if len({coordinates[r][d] for r in column}) > 1]
-    return [r for r, at in coordinates.items() if all(at[d] == here[d] for d in along)]
-
-
-def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
-    at = []
-    for size in reversed(shape):
-        place, rest = divmod(place, size)
-        at.append(rest)
-    return tuple(reversed(at))
-
-
-def _root_in_older_torch(mesh: DeviceMesh) -> DeviceMesh:
-    from torch.distributed.device_mesh import _mesh_resources
-
-    return _mesh_resources.get_root_mesh(mesh)
-
-
-def _ranks_along(mesh: Any, dimension: int) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(mesh.get_group(dimension))
-    return ranks
 
 
 @contextmanager

@@ -119,10 +119,14 @@ def _of_parts(pooled: Tensor) -> Tensor:
         return pooled[:, 0]
     means, counts, errors, steps, finite, bad, sizes, firsts = pooled.unbind(2)
     mean = (means * counts).sum(1) / counts.sum(1).clamp(min=1)
-    together = errors.square().sum(1).sqrt() / pooled.shape[1]
-    error = torch.where((means == means[:, :1]).all(1), errors[:, 0], together)
+    heard = counts > 0  # of the stages of a pipeline, the last one alone
+    least = means.masked_fill(~heard, math.inf).amin(1)
+    most = means.masked_fill(~heard, -math.inf).amax(1)
+    known = errors.masked_fill(~heard, 0)
+    together = known.square().sum(1).sqrt() / heard.sum(1).clamp(min=1)
+    error = torch.where(least == most, known.amax(1), together)
     step = torch.where((steps == steps[:, :1]).all(1), steps[:, 0], -1.0)
-    ends = [finite.amin(1), bad.sum(1), sizes.sum(1), firsts.mean(1)]
+    ends = [finite.amin(1), bad.sum(1), sizes.sum(1), firsts.nanmean(1)]
     return torch.stack([mean, counts.amax(1), error, step, *ends], dim=1)
 
 

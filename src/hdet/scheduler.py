@@ -37,6 +37,7 @@ from hdet.door import (
     refuse,
     without_a_useless_scout,
 )
+from hdet.elastic import Interrupted, Members, TorchftReplicas
 from hdet.expedition import Expedition, scout_line
 from hdet.growth import peak_of
 from hdet.guard import RELIEF, Guard, ReplicasLost, Triage, triage
@@ -76,7 +77,8 @@ class HDET(LRScheduler):
     controller moves the scale toward what worked. Other `knobs` are explored beside it, and a
     `probe` compares the replicas fairly. An `outer` optimizer follows what the mean of the replicas
     changes; with an `overlap` the mean comes so many steps after the end of a cycle, and nobody
-    waits for it. With one replica and no guard it is the base schedule.
+    waits for it; with `compress` fewer bytes are sent. With one replica and no guard it is the base
+    schedule.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class HDET(LRScheduler):
         optimizer_state: Literal["keep", "average", "reset"] = "keep",
         outer: Make | None = None,
         overlap: int = 0,
+        compress: Literal["bf16", "int8"] | None = None,
         replicas: Replicas | None = None,
         total_steps: int | None = None,
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
@@ -107,7 +110,9 @@ class HDET(LRScheduler):
             wrapped = Base(base)
             total = wrapped.total_steps if total_steps is None else total_steps
             named = None if knobs is None else tuple(flattened(knobs))
-            given = Given(spread, sync_every, controller, scout, guard, named)
+            # Snapshots of a guard would be another one's for whoever joins.
+            guards = None if guard == "auto" and self._comes_and_goes() else guard
+            given = Given(spread, sync_every, controller, scout, guards, named)
             settings = Settings(
                 **choose(
                     preset, given, total_steps=total, num_replicas=self._replicas.size
@@ -116,6 +121,7 @@ class HDET(LRScheduler):
                 optimizer_state=optimizer_state,
                 outer=outer,
                 overlap=overlap,
+                compress=compress,
                 total_steps=total,
                 on_overrun=on_overrun,
                 seed=seed,
@@ -130,6 +136,9 @@ class HDET(LRScheduler):
             return wrapped, settings
 
         self._open(prepare, model, replicas, record)
+
+    def _comes_and_goes(self) -> bool:
+        return isinstance(self._replicas, TorchftReplicas)
 
     # The loop ------------------------------------------------------------------------------
 
@@ -168,9 +177,10 @@ class HDET(LRScheduler):
             self._parameters.land_()
         if left < self._tail_steps and self._steering.is_spread():
             self._parameters.add_iterate()
-        if left == 0:
+        ends = left == 0 or self._is_expected()
+        if ends:
             self._end_cycle(ran_with)
-        self._write(everything=left == 0)
+        self._write(everything=ends)
 
     def converge(self) -> None:
         """Average now, weights and optimizer state alike: what is saved after it is one model.
@@ -179,6 +189,10 @@ class HDET(LRScheduler):
         that is resumed from here. All replicas must call it.
         """
         self._refuse_while_visiting("converge()")
+        if isinstance(self._replicas, TorchftReplicas):
+            self._meet(self._replicas, None)
+            self._write(everything=True)
+            return
         if self._replicas.size == 1:
             return
         if self._expedition is not None:
@@ -224,7 +238,7 @@ class HDET(LRScheduler):
         run resumes bit for bit, call `converge()` instead. All replicas must enter it.
         """
         self._refuse_while_visiting("consensus()")
-        if self._replicas.size == 1:
+        if self._replicas.size == 1 or self._is_expected():
             yield
             return
         with (
@@ -380,10 +394,14 @@ class HDET(LRScheduler):
             self.optimizer: Optimizer = self._base.optimizer
             check_together(self._settings, self._base, self._replicas, model)
             self._parameters = Parameters(
-                self.optimizer, model, self._replicas, self._settings.outer
+                self.optimizer,
+                model,
+                self._replicas,
+                self._settings.outer,
+                self._settings.compress,
             )
             self._hands = self._bind_knobs()
-            leads = self._replicas.part == 0 and 0 in self._replicas.local
+            leads = self._replicas.part == 0 and 0 in self._replicas.local  # or nobody knows yet
             writes = record is not None and leads
             self._recorder = Recorder(record) if writes and record is not None else None
             mine = describe(self._settings, self._schedule(), self._parameters)
@@ -404,6 +422,8 @@ class HDET(LRScheduler):
         self._visiting = self._cut_short = False
         self._set_out()
         self._seek_refuge()
+        if isinstance(self._replicas, TorchftReplicas):
+            self._join(self._replicas)
         self._write(everything=True)
         self._guard_loading()
         if self._recorder is not None:
@@ -503,8 +523,9 @@ class HDET(LRScheduler):
             self._second_start = SecondStart(
                 self.optimizer, self._model, self._parameters, self._counted
             )
-            return
-        expedition = self._explore(scout, self._model, total, late=late is not None)
+        expedition = self._explore(
+            scout, self._model, total, late=late is not None, brief=scout.restart and told is None
+        )
         if told is not None:
             expedition.search.load_state_dict(told)
             if expedition.search.is_over:
@@ -529,7 +550,13 @@ class HDET(LRScheduler):
         return self._model, left
 
     def _explore(
-        self, scout: Scout, model: nn.Module, total_steps: int | None, *, late: bool = False
+        self,
+        scout: Scout,
+        model: nn.Module,
+        total_steps: int | None,
+        *,
+        late: bool = False,
+        brief: bool = False,
     ) -> Expedition:
         """Around what was given; or, in mid-run, around the learning rates of now."""
         rates = self._steering.lrs(self._base.lrs) if late else self._base.peaks
@@ -544,6 +571,7 @@ class HDET(LRScheduler):
             kind=type(self._optimizers[0]).__name__,
             shared=self._settings.gradients == "shared",
             late=late,
+            brief=brief,
         )
         self._steering.rest()
         return self._expedition
@@ -599,13 +627,13 @@ class HDET(LRScheduler):
         peaks = dict(zip(self._base.names, expedition.rates, strict=True))
         if search.is_over:
             begin = search.begin_with(peak=peak_of(self._mean_share(expedition)))
+            begin = self._begin_or_return(expedition, begin)
             if begin.why == NOTHING_FOUND:
                 self._warn_once(
                     "scout",
                     f"the scout found no learning rate to prefer ({search.reason}): it begins with "
                     f"{begin.factor:.3g} times the given one. A `probe=` tells more than losses.",
                 )
-            begin = self._begin_or_return(begin)
             self._steering.rescale(begin.factor)
             self._clock.scouted(self.last_epoch)
             self._end_scout(expedition)
@@ -624,20 +652,23 @@ class HDET(LRScheduler):
         self._write_record(self._guard_line(f"{reason}: scouting from the first weights", 0, None))
         self._explore(scout, self._model, self._settings.total_steps)
 
-    def _begin_or_return(self, begin: Beginning) -> Beginning:
-        """A scout of a run that was stuck: only what is far from the given one is a reason to start
-        again."""
-        second = self._second_start
-        if second is None:
+    def _begin_or_return(self, expedition: Expedition, begin: Beginning) -> Beginning:
+        """Where the given learning rate is to be kept: only what is far from it is a reason not to;
+        before anything has gone wrong, only what is far lower."""
+        if not expedition.scout.restart or expedition.late:
             return begin
-        is_fault = is_far(begin.factor) and begin.why != NOTHING_FOUND
-        if second.can_return and not is_fault:
-            self._count_from(second.return_())
-            begin = Beginning(1.0, f"{begin.factor:.3g} is no reason to start again")
-        else:
+        second = self._second_start
+        gone_back = second is not None and second.has_gone_back
+        is_fault = is_far(begin.factor) and (gone_back or begin.factor < 1)
+        is_fault = is_fault and begin.why != NOTHING_FOUND
+        if is_fault or (gone_back and second is not None and not second.can_return):
             self._seek_refuge()
-        self._forget_first_weights()
-        return begin
+            self._forget_first_weights()
+            return begin
+        if gone_back and second is not None:
+            self._count_from(second.return_())
+            self._forget_first_weights()
+        return Beginning(1.0, f"{begin.factor:.3g} is no reason to start again")
 
     def _forget_first_weights(self) -> None:
         if self._second_start is not None:
@@ -663,6 +694,12 @@ class HDET(LRScheduler):
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
+        if isinstance(self._replicas, TorchftReplicas):
+            self._meet(self._replicas, ran_with)
+        else:
+            self._close_cycle(ran_with)
+
+    def _close_cycle(self, ran_with: list[float]) -> None:
         self._parameters.land_()  # in a last cycle that is shorter than the delay
         probed = None
         if self._steering.is_spread():
@@ -719,6 +756,8 @@ class HDET(LRScheduler):
             return False
         loss, error = self._mean_loss(call)
         second.stuck.begin(call.first_loss, call.first_error)
+        if self._cut_short:  # what is left of a cycle after a look has little to gain
+            return False
         reason = second.stuck.reason(loss, error)
         if reason is None or loss is None:
             return False
@@ -839,7 +878,8 @@ class HDET(LRScheduler):
         policy = self._settings.optimizer_state
         averages_state = policy == "average" and call.states_match
         parts = PARTS if averages_state else PARTS[:-1]
-        num_bytes = self._parameters.converge_(verdict.fit, parts, call.agreed)
+        exact = bool(verdict.excluded)  # one that is lost has nothing to say in short
+        num_bytes = self._parameters.converge_(verdict.fit, parts, call.agreed, exact=exact)
         if policy == "reset":
             self._parameters.reset_state_()
         elif verdict.excluded and not averages_state:
@@ -868,6 +908,60 @@ class HDET(LRScheduler):
         """Whether a step takes the replicas apart."""
         apart = self._steering.is_spread() or self._settings.gradients == "local"
         return apart and self._replicas.size > 1
+
+    # Replicas that come and go -------------------------------------------------------------------
+
+    def _is_expected(self) -> bool:
+        """Whether this replica has yet to meet the others: until then it is in nobody's spread."""
+        return isinstance(self._replicas, TorchftReplicas) and not self._replicas.have_met
+
+    def _join(self, replicas: TorchftReplicas) -> None:
+        """Be ready to meet the others, and to be given the state of one of them."""
+        replicas.register(self.load_state_dict, self._counted)
+        self._steering.rest()
+
+    def _meet(self, replicas: TorchftReplicas, ran_with: list[float] | None) -> None:
+        """Whoever is there ends the cycle together; if one leaves meanwhile, it never was."""
+        replicas.convene()
+        undo, counted, before = self._parameters.keep(), self._counted(), self.last_epoch
+        reason = "this replica was not to go on"
+        try:
+            members = replicas.call()
+            if members.have_changed or ran_with is None:
+                self._take_in(members)
+            else:
+                self._close_cycle(ran_with)
+        except Interrupted as error:
+            reason = str(error)
+        if replicas.commit():
+            return
+        undo()
+        self._count_from(counted)
+        self._steering.resize(replicas.size)
+        self._begin_anew(cut_short=True)
+        self._course.clear()
+        self._say_who(before, f"the converge was undone: {reason}")
+
+    def _take_in(self, members: Members) -> None:
+        """Others than before: the mean of those who have trained, and a new spread for all.
+
+        What they have seen in this cycle was seen in another spread, and is dropped.
+        """
+        stopwatch = Stopwatch(self._device())
+        weights = PARTS[:-1]
+        call, verdict = self._call_up(*weights)
+        verdict = verdict.without(dict.fromkeys(members.newcomers, "has just joined"))
+        num_bytes = self._parameters.converge_(verdict.fit, weights, call.agreed)
+        stopwatch.mark()
+        line = converge_line(self.last_epoch, verdict, num_bytes)
+        self._write_record(line, {"converge": stopwatch}, wait=True)
+        self._steering.resize(self._replicas.size)
+        self._next_cycle()
+        self._say_who(self.last_epoch, f"{self._replicas.size} replicas take part")
+
+    def _say_who(self, step: int, text: str) -> None:
+        measures = {"replicas": self._replicas.size}
+        self._write_record({"event": "note", "step": step, "text": text, "measures": measures})
 
     # Guarding --------------------------------------------------------------------------------
 
@@ -902,7 +996,7 @@ class HDET(LRScheduler):
         watch = refuge.watch
         refuge.go_back()
         if self._settings.overlap:  # what was kept is what each had before the mean came
-            self._meet()
+            self._come_together()
         if watch.gives_up:
             num = watch.in_a_row - 1
             self._steering.rescale(watch.surrender())
@@ -919,11 +1013,11 @@ class HDET(LRScheduler):
         line = self._guard_line(reason, refuge.step, watch.factor())
         self._write_record({**line, "scales": self.get_knobs()})
 
-    def _meet(self) -> None:
+    def _come_together(self) -> None:
         """All replicas take the mean of their weights, and nothing else happens."""
         weights = PARTS[:-1]
         call, verdict = self._call_up(*weights)
-        self._parameters.converge_(verdict.fit, weights, call.agreed)
+        self._parameters.meet_(verdict.fit, weights, call.agreed)
 
     def _guard_line(self, reason: str, back_to: int, factor: float | None) -> dict[str, Any]:
         return {

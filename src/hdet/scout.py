@@ -28,6 +28,8 @@ LIKELY = 1.5
 """In units of what is needlessly low: what is tried closely lies around it at most."""
 NOTHING_FOUND = "nothing was found"
 TOO_LOW = "less is needlessly far below where scores explode"
+HOPELESS = 1 / 8
+"""Where this share of a learning rate is still too high for a mean one, the schedule is lost."""
 MOST_SWEEPS = 4
 """Twelve decades further there is nothing to be found."""
 
@@ -56,8 +58,9 @@ class Scout:
     rewind: bool = True
     """Whether the run begins with the weights of before, or with those of the best replica."""
     restart: bool = False
-    """Whether it waits until the run turns out to be stuck in its first cycles, and then starts it
-    again from its first weights if another learning rate is far better."""
+    """Whether the given learning rate is kept unless it is hopeless: one look at the beginning
+    whether far less would be better; and if the run turns out to be stuck in its first cycles, it
+    starts again from its first weights with what is far better."""
 
     def __post_init__(self) -> None:
         check_range("decades", self.decades, least=0.5, below=12.0001)
@@ -156,8 +159,10 @@ class Search:
         total_steps: int | None,
         optimizer: str = "",
         shared: bool = True,
+        brief: bool = False,
     ) -> None:
-        """`shared` says whether gradients will be, when it is over."""
+        """`shared` says whether gradients will be, when it is over. A `brief` one is over after a
+        first sweep, unless that says that the given learning rate is hopeless."""
         self.is_over = False
         self.found: float | None = None
         """The choice, for the batch of one replica; none if there was nothing to choose by."""
@@ -169,7 +174,7 @@ class Search:
         """Those of the round that has just ended."""
         self.used = 0
         """How many steps it has taken."""
-        self._scout, self._num_replicas = scout, num_replicas
+        self._scout, self._num_replicas, self._brief = scout, num_replicas, brief
         self._rule, self._optimizer = scout.batch_rule if shared else "none", optimizer
         self._grid = Grid(scout.decades, num_replicas)
         self._coarse_steps = coarse_steps(scout, total_steps, num_replicas)
@@ -282,6 +287,10 @@ class Search:
             self._end(verdict, "interrupted")
 
     def _decide(self, verdict: Verdict) -> None:
+        if self._brief and not self._is_hopeless(verdict):
+            self._end(verdict, "no reason to leave what was given")
+            return
+        self._brief = False
         if verdict.shift == 0:
             if self._should_look_up(verdict):
                 self._looked_up = True
@@ -308,6 +317,14 @@ class Search:
             return
         self._shifts.append(verdict.shift)
         self._move(verdict.shift)
+
+    def _is_hopeless(self, verdict: Verdict) -> bool:
+        """Whether the given learning rate is far too high, whatever the schedule's peak may be."""
+        if verdict.shift:
+            return verdict.shift < 0
+        lost = [verdict.edge, self._explosion(verdict)]
+        best = verdict.factor or min(filter(None, lost), default=None)
+        return best is not None and self._grown(best) < HOPELESS
 
     def _move(self, way: int) -> None:
         # Two neighbours are tried again, with other batches: the curve goes on from there.
@@ -414,6 +431,7 @@ class Search:
             "close": [list(point) for point in self._close],
             "agreements": [list(agreement) for agreement in self._agreements],
             "outsets": list(self._outsets),
+            "brief": self._brief,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -431,5 +449,6 @@ class Search:
             self._close = [Point(*point) for point in state.get("close", [])]
             self._agreements = [Agreement(*pair) for pair in state.get("agreements", [])]
             self._outsets = list(state.get("outsets", []))
+            self._brief = state.get("brief", False)
         if self._rough is not None and self._fine_steps() < FEWEST_STEPS:
             self._end(self._rough, "the run has become too short to look closely")

@@ -37,6 +37,7 @@ class SecondStart:
         self._first = state()
         self._left: Place | None = None
         """Where the run was when it went back."""
+        self.has_gone_back = False
 
     @property
     def can_return(self) -> bool:
@@ -47,6 +48,7 @@ class SecondStart:
         if not for_good:
             self._left = Place(self._parameters.snapshot(offload=True), self._state())
         self._parameters.restore_(self._outset.kept, draws=False)
+        self.has_gone_back = True
         return self._first
 
     def return_(self) -> State:

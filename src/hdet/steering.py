@@ -351,8 +351,13 @@ class Steering:
     def rest(self) -> None:
         """All replicas in the centre of every spread."""
         for knob in self.knobs:
-            knob.fan = (1.0,) * len(knob.fan)
-            knob.levels = (0.0,) * len(knob.levels)
+            knob.fan = (1.0,) * (self._num_replicas if knob.fan else 0)
+            knob.levels = (0.0,) * self._num_replicas
+
+    def resize(self, num_replicas: int) -> None:
+        """So many replicas from now on, and all in the centre until they fan out again."""
+        self._num_replicas = num_replicas
+        self.rest()
 
     def rescale(self, factor: float) -> None:
         """All learning rates begin this many times higher."""

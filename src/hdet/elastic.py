@@ -1,0 +1,173 @@
+"""Replicas that come and go: over a torchft manager, which knows who takes part.
+
+At the end of every cycle whoever is there meets. Somebody new has been given the state of one of
+the others by torchft; somebody who has gone is not waited for. If one leaves in the middle of it,
+the others find out at the end, and the meeting never was: they have their weights of before.
+"""
+
+import pickle
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from hdet.replicas import Rows, Wired
+from hdet.validation import check_integer
+
+WANTED = ("start_quorum", "should_commit", "allreduce", "errored", "register_state_dict_fn")
+
+
+class Interrupted(RuntimeError):
+    """A replica has left in the middle of a meeting."""
+
+
+class Members(NamedTuple):
+    """Who takes part from now on."""
+
+    have_changed: bool
+    """Since the last meeting."""
+    newcomers: tuple[int, ...]
+    """Those who have the weights of another one, and have not trained with the others."""
+
+
+class TorchftReplicas(Wired):
+    """One replica in each replica group of a torchft manager, as many as there are.
+
+    The manager must find its quorum at once (`use_async_quorum=False`), with a `quorum_timeout`
+    that is longer than a cycle, and be given the states of model and optimizer
+    (`manager.register_state_dict_fn`); hdet adds its own.
+    """
+
+    def __init__(self, manager: Any, *, bucket_bytes: int = 64 << 20) -> None:
+        if missing := [name for name in WANTED if not hasattr(manager, name)]:
+            raise TypeError(
+                f"`manager` must be a torchft.Manager, got a {type(manager).__name__} without "
+                f"{', '.join(missing)}."
+            )
+        if getattr(manager, "_use_async_quorum", False):
+            raise ValueError(
+                "`manager` must be made with use_async_quorum=False, got True: whoever heals would "
+                "not have the weights of the others when they meet."
+            )
+        if getattr(manager, "_group_world_size", 1) > 1:
+            raise ValueError(
+                "`manager` must be that of a replica group of one process, got "
+                f"{manager._group_world_size} processes."
+            )
+        check_integer("bucket_bytes", bucket_bytes, at_least=1024)
+        device = "cuda" if "nccl" in str(manager._pg.getBackendName()).lower() else "cpu"
+        super().__init__(bucket_bytes, [device])
+        self._manager = manager
+        self.size = max(int(getattr(manager, "_min_replica_size", 2)), 2)
+        """Of those that are expected, until they have met."""
+        self.local = range(1)
+        self._name = float(random.SystemRandom().getrandbits(52))
+        self._met: tuple[float, ...] = ()
+        self._now: tuple[float, ...] = ()
+        self._has_healed = False
+
+    @property
+    def have_met(self) -> bool:
+        return bool(self._met)
+
+    def register(self, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        """The state that somebody new is given."""
+
+        def heal(state: Any) -> None:
+            load(state)
+            self._has_healed = True
+
+        self._manager.register_state_dict_fn("hdet", heal, save)
+
+    # A meeting -------------------------------------------------------------------------------
+
+    def convene(self) -> None:
+        """Wait for whoever takes part. Somebody new has the state of another one after this."""
+        self._manager.start_quorum()
+        place = self._manager.participating_rank()
+        if place is None:
+            raise RuntimeError("this replica is a spare of torchft: hdet needs all to take part.")
+        self.size, self.local = self._manager.num_participants(), range(place, place + 1)
+
+    def call(self) -> Members:
+        """Who is there; the same answer for all of them."""
+        row = [[self._name, _digest(self._met), float(self._has_healed)]]
+        table = self.gather(torch.tensor(row, dtype=torch.float64)).tolist()
+        self._now = tuple(name for name, _, _ in table)
+        fresh = [bool(healed) or last == _digest(()) for _, last, healed in table]
+        return Members(
+            any(last != _digest(self._now) for _, last, _ in table),
+            tuple(r for r, new in enumerate(fresh) if new) if not all(fresh) else (),
+        )
+
+    def commit(self) -> bool:
+        """Whether all of it went well for this one; torchft heals whoever it did not."""
+        went_well = bool(self._manager.should_commit())
+        if went_well:
+            self._met, self._has_healed = self._now, False
+        return went_well
+
+    # The Replicas protocol -------------------------------------------------------------------
+
+    def begin_reduce(self, wire: Tensor, op: Any) -> "_Watched":
+        return _Watched(self._manager, self._manager.allreduce(wire, reduce_op=op))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        everyone = torch.zeros(
+            self.size, *rows.shape[1:], dtype=rows.dtype, device=self._home(rows.device)
+        )
+        everyone[self.local[0]] = rows[0]
+        self.begin_reduce(everyone, ReduceOp.SUM).wait()
+        return everyone
+
+    def gather_objects(self, description: Any) -> list[Any]:
+        if not self.have_met:  # others may be in the middle of their run: nobody to ask
+            return [description]
+        told = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([[len(told)]]))[:, 0].tolist()
+        row = torch.zeros(1, max(sizes), dtype=torch.uint8)
+        row[0, : len(told)] = told
+        rows = self.gather(row).cpu()
+        return [pickle.loads(bytes(r[:n].tolist())) for r, n in zip(rows, sizes, strict=True)]
+
+    def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
+        sent = 0
+        for bucket in self._buckets.of(rows[0]).buckets:
+            own = bucket.load()
+            wire = own.clone() if self.local[0] == source else torch.zeros_like(own)
+            self.begin_reduce(wire, ReduceOp.SUM).wait()
+            if self.local[0] in targets:
+                own.copy_(wire)
+                bucket.store()
+            sent += wire.nbytes
+        return sent
+
+    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        return ()
+
+    def pool(self, rows: Tensor) -> Tensor:
+        return rows[:, None]
+
+    def share_gradients(self, model: nn.Module, shared: bool) -> None:
+        """They are always local."""
+
+
+class _Watched:
+    """What torchft sends: an error is kept by its manager, and must not be taken for numbers."""
+
+    def __init__(self, manager: Any, work: Any) -> None:
+        self._manager, self._work = manager, work
+
+    def wait(self) -> None:
+        self._work.wait()
+        if error := self._manager.errored():
+            raise Interrupted(f"a replica has left ({error})")
+
+
+def _digest(names: Sequence[float]) -> float:
+    """A number that stands for a list, exact in a float64."""
+    return float(int.from_bytes(sha256(repr(tuple(names)).encode()).digest()[:6], "big"))

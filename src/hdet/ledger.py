@@ -1,0 +1,148 @@
+"""Compressed converges, and what every replica still owes the mean.
+
+What is sent are changes since the weights that all replicas have in mind, coded. What the code
+loses is not lost: it is added to what is sent the next time (error feedback). A replica sends each
+other one its part of all changes, each takes the mean of what it gets and sends it to all, coded
+again: twice the bytes of the code, as in an all-reduce, and the same bits for everyone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from hdet.buckets import fill, flatten, wire_dtype
+from hdet.codec import BLOCK, Codec
+from hdet.replicas import Means
+
+CHUNK = 1 << 22
+"""So many numbers are coded at once."""
+
+
+@runtime_checkable
+class Traders(Protocol):
+    """Replicas with a wire between them."""
+
+    size: int
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """One row for each local replica -> one row for each replica."""
+
+    def trade(self, rows: Tensor) -> Callable[[], Tensor]:
+        """One row for each replica -> one row from each, for whoever waits."""
+
+
+class Chunk:
+    """Some of the numbers of a replica, and what belongs to them."""
+
+    def __init__(self, parts: list[Tensor], replicas: Traders, codec: Codec) -> None:
+        self._parts, self._replicas, self._codec = parts, replicas, codec
+        self._sizes = [part.numel() for part in parts]
+        self._num = sum(self._sizes)
+        padded = -(-self._num // (replicas.size * BLOCK)) * BLOCK * replicas.size
+        kind = wire_dtype(parts[0].dtype)
+        self._known = torch.zeros(padded, device=parts[0].device, dtype=kind)
+        """The weights that all replicas have in mind."""
+        self._owed = torch.zeros_like(self._known)
+        """What this replica could not say yet of its own changes ..."""
+        self._owed_mean = torch.zeros_like(self._known[: padded // replicas.size])
+        """... and of the mean of its part."""
+        self._arrives: Callable[[], Tensor] | None = None
+        self.num_bytes = 0
+        """Of what was sent last, once."""
+
+    def remember(self, values: Sequence[Tensor]) -> None:
+        """All replicas have these in mind now."""
+        torch._foreach_copy_(self._split(self._known), list(values))
+
+    def send(self) -> None:
+        """Tell the others what has changed; nobody waits."""
+        change = self._owed
+        torch._foreach_add_(self._split(change), self._parts)
+        change -= self._known
+        coded = self._codec.encode(change.view(self._replicas.size, -1))
+        change -= self._codec.decode(coded).view(-1)
+        self.num_bytes = coded.nbytes
+        self._arrives = self._replicas.trade(coded)
+
+    def receive(self) -> list[Tensor]:
+        """The mean of all replicas, for each part."""
+        assert self._arrives is not None
+        mine = self._owed_mean
+        mine += self._codec.decode(self._arrives()).to(mine.dtype).mean(0)
+        coded = self._codec.encode(mine[None])
+        mine -= self._codec.decode(coded)[0]
+        everyone = self._replicas.gather(coded).to(coded.device)
+        self._known += self._codec.decode(everyone).view(-1)
+        return self._split(self._known)
+
+    def _split(self, vector: Tensor) -> list[Tensor]:
+        return list(vector[: self._num].split(self._sizes))
+
+
+class Ledger:
+    """The chunks of the weights that train, as long as all replicas have the same ones in mind."""
+
+    def __init__(self, replicas: Traders, codec: Codec) -> None:
+        self._replicas, self._codec = replicas, codec
+        self.forget()
+
+    def forget(self) -> None:
+        """Replicas were moved by other means: the next converge is exact, and begins anew."""
+        self._chunks: list[Chunk] = []
+        self._places: list[tuple[int, int]] = []
+
+    def knows(self, tensors: Sequence[Tensor]) -> bool:
+        return bool(tensors) and self._places == _places(tensors)
+
+    @torch.no_grad()
+    def remember(self, tensors: Sequence[Tensor], values: Sequence[Tensor] | None = None) -> None:
+        """All replicas have these weights; or have these values in mind for them."""
+        if not self.knows(tensors):
+            self._places = _places(tensors)
+            self._chunks = [Chunk(g, self._replicas, self._codec) for g in _groups(tensors)]
+        told = tensors if values is None else values
+        for chunk, parts in zip(self._chunks, _groups(told), strict=True):
+            chunk.remember(parts)
+
+    def average_(self, tensors: Sequence[Tensor]) -> int:
+        """All replicas take the mean; the bytes of the code."""
+        num_bytes = self._send()
+        self._receive(tensors)
+        return num_bytes
+
+    def begin_average(self, tensors: Sequence[Tensor]) -> tuple[Means, int]:
+        """Start to make the mean, and the bytes of the code. Half of them are sent at once; the
+        other half, the means of the parts, when it is asked for."""
+        num_bytes = self._send()
+
+        def wait() -> list[Tensor]:
+            means = [torch.empty_like(flatten(tensor)) for tensor in tensors]
+            self._receive(means)
+            return means
+
+        return wait, num_bytes
+
+    @torch.no_grad()
+    def _send(self) -> int:
+        for chunk in self._chunks:
+            chunk.send()
+        return sum(chunk.num_bytes for chunk in self._chunks)
+
+    @torch.no_grad()
+    def _receive(self, tensors: Sequence[Tensor]) -> None:
+        for chunk, parts in zip(self._chunks, _groups(tensors), strict=True):
+            torch._foreach_copy_(parts, chunk.receive())
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Their elements in order, at most so many of a kind in a chunk."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for flat in map(flatten, tensors):
+        kinds.setdefault((flat.device, flat.dtype), []).extend(flat.split(CHUNK))
+    return [group for parts in kinds.values() for group in fill(parts, CHUNK)]

@@ -1,0 +1,112 @@
+"""Where a process stands in a device mesh, and who averages gradients with whom there."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hdet.shards import sharded_modules
+
+
+def same_replica(mesh: DeviceMesh) -> list[int]:
+    """The processes that differ from this one in other dimensions of a mesh than the given one."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_in_older_torch(mesh)
+    ranks = root.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"the processes of a mesh must be in rising order, got {root.mesh.tolist()}: torch "
+            "orders those of a group, and a replica would not know its place."
+        )
+    places = {rank: place for place, rank in enumerate(ranks)}
+    column = dist.get_process_group_ranks(mesh.get_group())
+    if dist.get_rank() not in places or not set(column) <= set(places):
+        return [dist.get_rank()]  # a mesh of its own
+    shape = tuple(root.mesh.shape)
+    coordinates = {rank: _unravel(place, shape) for rank, place in places.items()}
+    here = coordinates[dist.get_rank()]
+    along = [d for d in range(len(shape)) if len({coordinates[r][d] for r in column}) > 1]
+    return [r for r, at in coordinates.items() if all(at[d] == here[d] for d in along)]
+
+
+def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    at = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        at.append(rest)
+    return tuple(reversed(at))
+
+
+def _root_in_older_torch(mesh: DeviceMesh) -> DeviceMesh:
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def ranks_along(mesh: Any, dimension: int) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(mesh.get_group(dimension))
+    return ranks
+
+
+class Switch:
+    """Turns the averaging of gradients over the replicas on and off where FSDP2 does it (HSDP).
+
+    Its own `set_requires_all_reduce(False)` is for accumulation: no parameter gets a gradient until
+    the all-reduce is made after all. So for the time being it is told of the shards alone.
+    """
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self._ranks = ranks
+
+    def turn(self, model: nn.Module, on: bool) -> bool:
+        """Whether there was anything to turn."""
+        found = [group for group in _parameter_groups(model) if self._reaches(group, on)]
+        for group in found:
+            # What FSDP2 was told at first stays with it, for whoever turns it again.
+            group._hdet_mesh_info = info = getattr(group, "_hdet_mesh_info", group.mesh_info)
+            group.mesh_info = info if on else _without_replicas(info)
+        return bool(found)
+
+    def _reaches(self, group: Any, on: bool) -> bool:
+        info = getattr(group, "_hdet_mesh_info", group.mesh_info)
+        wire = getattr(info, "replicate_process_group", None)
+        return wire is not None and reaches(dist.get_process_group_ranks(wire), self._ranks, on)
+
+
+def _parameter_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's, each with the parameters that are gathered and reduced at once."""
+    found: list[Any] = []
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # the only one, in older versions of torch
+        found += getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
+    return found
+
+
+def reaches(wire: Sequence[int], replicas: Collection[int], on: bool) -> bool:
+    """Whether these processes average gradients over the replicas, or only inside of one.
+
+    >>> reaches([0, 2], {0, 2}, on=True), reaches([0, 1], {0, 2}, on=True)
+    (True, False)
+    """
+    if len(set(wire).intersection(replicas)) < 2:
+        return False
+    if not on and set(wire) != set(replicas):
+        raise ValueError(
+            "local gradients must be averaged over the replicas alone, or inside of each, got "
+            f"processes {sorted(wire)} that do both; the replicas lie on {sorted(replicas)}. Wrap "
+            "the model with the same dimension of the mesh as ProcessReplicas."
+        )
+    return True
+
+
+def _without_replicas(info: Any) -> Any:
+    kinds = [k for k in type(info).__mro__ if k.__name__ == "FSDPMeshInfo"]
+    if not kinds:
+        raise ValueError(
+            "gradients cannot be local under FSDP2's replicate(): use DistributedDataParallel, or "
+            "fully_shard on a mesh with a second dimension."
+        )
+    kind = kinds[0]
+    return kind(info.mesh, shard_mesh_dim=info.shard_mesh_dim)

@@ -1,0 +1,300 @@
+"""Replicas that come and go, by torchft's own lighthouse and managers."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.optim.lr_scheduler import LambdaLR
+
+import hdet
+from hdet.elastic import TorchftReplicas
+from tests import reference, toy
+from tests.processes import Processes
+
+T, LR, ALPHA = 4, 0.02, 0.25
+
+
+class Moment(NamedTuple):
+    """A replica right after a step."""
+
+    step: int
+    num_replicas: int
+    lrs: list[float]
+    """Of all replicas."""
+    lr: float
+    """Its own."""
+    weights: Tensor
+
+
+@contextmanager
+def managed(rank: int, lighthouse: str, model: nn.Module, optimizer: Any) -> Iterator[Any]:
+    warnings.simplefilter("ignore")  # whatever torchft has to say
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{rank}",
+        hostname="localhost",
+        init_sync=False,
+    )
+    manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+    manager.register_state_dict_fn("optimizer", optimizer.load_state_dict, optimizer.state_dict)
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+        warnings.simplefilter("error")
+
+
+def run(
+    rank: int,
+    lighthouse: str,
+    goes_on: Callable[[list[Moment]], bool],
+    meddle: Callable[[TorchftReplicas], None] = lambda replicas: None,
+    *,
+    together: bool = True,
+    **options: Any,
+) -> list[Moment]:
+    """Train as long as it is to go on, and tell of every step."""
+    model = toy.toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    told: list[Moment] = []
+    with managed(rank, lighthouse, model, optimizer) as manager:
+        if together:  # torchft does not wait long for whoever is late
+            dist.barrier()
+        replicas = hdet.TorchftReplicas(manager)
+        meddle(replicas)
+        scheduler = hdet.HDET(
+            LambdaLR(optimizer, lambda _: 1.0),
+            model=model,
+            replicas=replicas,
+            preset="paper",
+            spread=ALPHA,
+            gradients="local",
+            sync_every=T,
+            **{"controller": None, **options},
+        )
+        while goes_on(told):
+            optimizer.zero_grad()
+            loss = toy.loss_of(model, scheduler.last_epoch, rank)
+            loss.backward()
+            optimizer.step()
+            scheduler.step(loss.detach())
+            told.append(
+                Moment(
+                    scheduler.last_epoch,
+                    replicas.size,
+                    [lrs[0] for lrs in scheduler.get_replica_lrs()],
+                    optimizer.param_groups[0]["lr"],
+                    nn.utils.parameters_to_vector(model.parameters()).detach().clone(),
+                )
+            )
+    return told
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=1000
+    )
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    made = Processes(3)  # not that of other tests: torchft leaves threads behind
+    yield made
+    made.close()
+
+
+# One that leaves ----------------------------------------------------------------------------------
+
+
+def expected(leaves_at: int, steps: int) -> list[Tensor]:
+    """As a plain loop: three replicas, then two, who find out when they meet again. The first step
+    is without a spread."""
+    models = [toy.toy() for _ in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
+    told, factors = [], [1.0] * 3
+    for step in range(steps):
+        here = range(3 if step < leaves_at else 2)
+        for place in here:
+            optimizers[place].param_groups[0]["lr"] = LR * factors[place]
+            optimizers[place].zero_grad()
+            toy.loss_of(models[place], step, place).backward()
+            optimizers[place].step()
+        if step == 0 or (step + 1) % T == 0:
+            reference.average([models[place] for place in here])
+            factors = [reference.multiplier(place, len(here), ALPHA) for place in here]
+        told.append(nn.utils.parameters_to_vector(models[0].parameters()).detach().clone())
+    return told
+
+
+def leaves(rank: int, lighthouse: str, leaves_at: int, steps: int) -> list[Moment]:
+    last = leaves_at if rank == 2 else steps
+    return run(rank, lighthouse, lambda told: len(told) < last)
+
+
+def test_one_leaves_and_the_others_spread_out_again(pool: Processes, lighthouse: str) -> None:
+    leaves_at, steps = 2 * T, 5 * T
+    first, second, gone = pool(3, leaves, lighthouse, leaves_at, steps)
+    assert len(gone) == leaves_at
+    for one, other in zip(first, second, strict=True):
+        assert one.lrs == other.lrs
+        assert fmean(one.lrs) == pytest.approx(LR, rel=1e-12)
+        assert one.num_replicas == (2 if one.step >= leaves_at + T else 3)
+        assert (one.lr, other.lr) == (one.lrs[0], one.lrs[1])
+    assert first[-2].lrs == pytest.approx([LR * (1 - ALPHA), LR * (1 + ALPHA)], rel=1e-12)
+    assert first[-1].weights.equal(second[-1].weights)
+    for moment, want in zip(first, expected(leaves_at, steps), strict=True):
+        torch.testing.assert_close(moment.weights, want, rtol=1e-10, atol=1e-10)
+
+
+# One that comes -----------------------------------------------------------------------------------
+
+
+def joins(rank: int, lighthouse: str, folder: str) -> list[Moment]:
+    """The third one begins when the others have met; they go on until it is there."""
+    sign = Path(folder) / "met"
+
+    def goes_on(told: list[Moment]) -> bool:
+        if rank == 0 and len(told) == 2 * T:
+            sign.touch()
+        there = [moment for moment in told if moment.num_replicas == 3]
+        return len(there) <= 2 * T
+
+    while rank == 2 and not sign.exists():
+        os.sched_yield()
+    given: Any = {"controller": hdet.PaperController(), "record": f"{folder}/{rank}"}
+    return run(rank, lighthouse, goes_on, together=False, **given)
+
+
+def test_one_joins_with_the_weights_of_the_others(
+    pool: Processes, lighthouse: str, tmp_path: Path
+) -> None:
+    first, second, late = pool(3, joins, lighthouse, str(tmp_path))
+    assert {moment.num_replicas for moment in first} == {2, 3}
+    assert late[0].step > 2 * T  # it was given the state of the others at its first meeting
+    here = {moment.step: moment for moment in first}
+    there = {moment.step: moment for moment in second}
+    for moment in late:
+        others = (here[moment.step], there[moment.step])
+        assert all(other.lrs == moment.lrs for other in others)
+        assert fmean(moment.lrs) == pytest.approx(fmean(others[0].lrs), rel=1e-12)
+        assert (*(other.lr for other in others), moment.lr) == tuple(moment.lrs)
+        if moment.step % T == 0:
+            assert all(other.weights.equal(moment.weights) for other in others)
+    lines = [json.loads(line) for line in (tmp_path / "0/record.jsonl").read_text().splitlines()]
+    texts = [line["text"] for line in lines if line["event"] == "note"]
+    assert texts == ["2 replicas take part", "3 replicas take part"]
+    joined = [line["excluded"] for line in lines if line["event"] == "converge"]
+    assert joined[-1] == [{"replica": 2, "reason": "has just joined"}]
+
+
+# One that leaves in the middle of a meeting -------------------------------------------------------
+
+
+class Gone(Exception):
+    """It leaves without a word."""
+
+
+def breaks(rank: int, lighthouse: str) -> list[Moment]:
+    def meddle(replicas: TorchftReplicas) -> None:
+        num, average_ = 0, replicas.average_
+
+        def dies(*given: Any, **options: Any) -> int:
+            nonlocal num
+            num += 1
+            if num == 4:
+                replicas._manager._pg.shutdown()
+                raise Gone
+            return average_(*given, **options)
+
+        if rank == 2:
+            replicas.average_ = dies  # type: ignore[method-assign]
+
+    try:
+        return run(rank, lighthouse, lambda told: len(told) < 6 * T, meddle)
+    except Gone:
+        return []
+
+
+def test_a_meeting_that_somebody_left_never_was(pool: Processes, lighthouse: str) -> None:
+    first, second, gone = pool(3, breaks, lighthouse)
+    assert gone == []
+    assert {moment.num_replicas for moment in first} == {2, 3}
+    for one, other in zip(first, second, strict=True):
+        assert one.lrs == other.lrs
+        assert fmean(one.lrs) == pytest.approx(LR, rel=1e-12)
+    assert any(set(moment.lrs) == {LR} for moment in first[T:])  # after it, until they met again
+    assert first[-1].weights.equal(second[-1].weights)
+    assert bool(first[-1].weights.isfinite().all())
+
+
+# What cannot be -----------------------------------------------------------------------------------
+
+
+def refused(rank: int, lighthouse: str) -> list[str]:
+    model = toy.toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    told = []
+    with managed(rank, lighthouse, model, optimizer) as manager:
+        for options in (
+            {"gradients": "shared"},
+            {"guard": hdet.Guard()},
+            {"overlap": 1},
+            {"compress": "int8"},
+        ):
+            base = LambdaLR(optimizer, lambda _: 1.0)
+            given: Any = {"scout": None, "gradients": "local", **options}
+            replicas = hdet.TorchftReplicas(manager)
+            try:
+                hdet.HDET(base, model=model, replicas=replicas, **given)
+            except ValueError as error:
+                told.append(str(error))
+        manager._use_async_quorum = True
+        try:
+            hdet.TorchftReplicas(manager)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_needs_the_same_replicas_is_refused(pool: Processes, lighthouse: str) -> None:
+    (told,) = pool(1, refused, lighthouse)
+    names = ["`gradients`", "`guard`", "`overlap`", "`compress`"]
+    assert len(told) == len(names) + 1
+    for text, name in zip(told, names, strict=False):
+        assert text.startswith(f"{name} must be ")
+        assert "for replicas that come and go" in text
+    assert "use_async_quorum=False" in told[-1]
+
+
+def test_anything_else_is_no_manager() -> None:
+    with pytest.raises(TypeError, match=r"`manager` must be a torchft.Manager, got a int"):
+        hdet.TorchftReplicas(3)
