@@ -4,12 +4,22 @@
 
 All ways to average are timed in the same processes, each turn by turn with a raw all-reduce. A
 round is as long as its slowest process; "over raw" is the median over the rounds of a row's time
-over that of the raw all-reduce beside it.
+over that of the raw all-reduce beside it. Rows are compared with those that do the same: Local SGD
+with a converge, DiLoCo with a converge that an outer optimizer follows (the same one, Nesterov's).
+What torch's PostLocalSGDOptimizer calls is its PeriodicModelAverager.
+
+Memory is measured in processes of its own for each row, which make one converge of the model that
+is shaped like GPT-2, their first: the kernel's high-water mark of resident memory (or the largest
+of many samples, where it cannot be reset), less what was resident before the row was made, less
+the model. What a row still holds after the converge, such as a copy of the weights and the momentum
+of an outer optimizer, is given apart; it is part of the peak. So is the copy that a guard keeps of
+the last good weights: hdet has one by default, in the row of the whole end of a cycle.
 """
 
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import tempfile
@@ -38,6 +48,8 @@ from hdet.parameters import Parameters
 Shapes = Sequence[tuple[int, ...]]
 RESULTS = Path(__file__).parent / "results"
 RAW, HEADLINE, WHOLE = "raw all-reduce", "hdet converge", "hdet, whole end of a cycle"
+FOLLOWED = "hdet converge, outer optimizer"
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class Settings(NamedTuple):
@@ -72,6 +84,8 @@ class Row(NamedTuple):
     tensors: list[Tensor]
     """What holds the mean after the call; none if it is not a mean."""
     close: Callable[[], Any] = lambda: None
+    way: float = 1.0
+    """How far they go toward the mean at the first call; an outer optimizer goes beyond it."""
 
 
 # What is averaged --------------------------------------------------------------------------
@@ -165,13 +179,44 @@ def accelerate_local_sgd(shapes: Shapes, place: Place) -> Row:
 def torchft_local_sgd(shapes: Shapes, place: Place) -> Row:
     """Quorum, all-reduce of a copy, vote and copy back, as LocalSGD does at a sync."""
     from torchft.local_sgd import LocalSGD
+
+    model = model_of(shapes)
+    manager = torchft_manager(model, place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local_sgd = LocalSGD(manager, model, optimizer, sync_every=1)
+    return Row(local_sgd.sync, list(model), manager.shutdown)
+
+
+def torchft_diloco(shapes: Shapes, place: Place) -> Row:
+    """The same for what has changed since the last sync, and a step of the outer optimizer."""
+    from torchft.local_sgd import DiLoCo
+
+    model = model_of(shapes)
+    manager = torchft_manager(model, place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # without gradients it does nothing
+    diloco = DiLoCo(manager, [model], optimizer, OUTER(list(model)), sync_every=1)
+    diloco.__enter__()
+
+    def close() -> None:
+        diloco.__exit__(None, None, None)
+        manager.shutdown()
+
+    return Row(optimizer.step, list(model), close, outer_way())
+
+
+def outer_way() -> float:
+    """The first step of Nesterov's momentum, in units of what has changed."""
+    settings = OUTER.keywords
+    return float(settings["lr"] * (1 + settings["momentum"]))
+
+
+def torchft_manager(model: nn.Module, place: Place) -> Any:
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
     if place.lighthouse is None:
         raise RuntimeError("torchft's lighthouse did not start.")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    model = model_of(shapes)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         load_state_dict=model.load_state_dict,
@@ -187,14 +232,12 @@ def torchft_local_sgd(shapes: Shapes, place: Place) -> Row:
         hostname="localhost",
         init_sync=False,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local_sgd = LocalSGD(manager, model, optimizer, sync_every=1)
-    local_sgd.store = store  # the server ends with its last reference
-    return Row(local_sgd.sync, list(model), manager.shutdown)
+    manager.hdet_store = store  # the server ends with its last reference
+    return manager
 
 
 def hdet_converge(shapes: Shapes, place: Place) -> Row:
-    """What the other rows do too: the weights of a model, averaged."""
+    """What the rows of Local SGD do too: the weights of a model, averaged."""
     model = model_of(shapes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replicas = ProcessReplicas(bucket_bytes=place.settings.bucket_bytes)
@@ -206,6 +249,24 @@ def hdet_converge(shapes: Shapes, place: Place) -> Row:
         parameters.converge_(everyone, ("moving", "still", "buffers"), {})
 
     return Row(call, list(model))
+
+
+def hdet_outer(shapes: Shapes, place: Place) -> Row:
+    """What DiLoCo does: the same, a step of the outer optimizer, and a copy to set out from."""
+    model = model_of(shapes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replicas = ProcessReplicas(bucket_bytes=place.settings.bucket_bytes)
+    parameters = Parameters(optimizer, model, replicas, OUTER)
+    everyone = range(place.settings.processes)
+    optimizer.step()  # the first of a cycle copies what it sets out from; no gradient, no change
+
+    def call() -> None:
+        parameters.note_step()
+        parameters.refresh()
+        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        optimizer.step()
+
+    return Row(call, list(model), way=outer_way())
 
 
 def hdet_cycle_end(shapes: Shapes, place: Place) -> Row:
@@ -236,7 +297,19 @@ ROWS: dict[str, Callable[[Shapes, Place], Row]] = {
     "torch PeriodicModelAverager": torch_averager,
     "Accelerate LocalSGD": accelerate_local_sgd,
     "torchft LocalSGD": torchft_local_sgd,
+    FOLLOWED: hdet_outer,
+    "torchft DiLoCo": torchft_diloco,
 }
+
+LIKE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Local SGD": (
+        HEADLINE,
+        ("torch PeriodicModelAverager", "Accelerate LocalSGD", "torchft LocalSGD"),
+    ),
+    "DiLoCo": (FOLLOWED, ("torchft DiLoCo",)),
+}
+"""hdet's row -> those of other libraries that do the same."""
+BESIDE_PEERS = {"converge_over_best_peer": "time", "memory_over_best_peer": "memory"}
 
 
 # Time --------------------------------------------------------------------------------------
@@ -285,7 +358,7 @@ def ready(prepare: Callable[[Shapes, Place], Row], shapes: Shapes, place: Place)
         for tensor in row.tensors:
             tensor.add_(place.rank)
     row.call()
-    mean = 1 + (place.settings.processes - 1) / 2
+    mean = 1 + row.way * (place.settings.processes - 1) / 2
     if any(bool((tensor - mean).abs().max() > 1e-6) for tensor in row.tensors):
         raise RuntimeError("the result is not the mean.")
     row.call()
@@ -314,32 +387,39 @@ def seconds(call: Callable[[], Any]) -> float:
 # Memory ------------------------------------------------------------------------------------
 
 
-def measure_memory(shapes: Shapes, place: Place) -> dict[str, float]:
-    """How much the processes grow in their first converge, beside what the all-reduce needs."""
-    floor = raw(shapes, place)
-    floor.call()
-    in_raw = growth(floor.call)
-    del floor
-    row = hdet_cycle_end(shapes, place)
-    with torch.no_grad():
-        for tensor in row.tensors:
-            tensor.add_(place.rank)
-    grown = torch.tensor([in_raw, growth(row.call)], dtype=torch.float64)
-    extra = (grown[1:] - grown[:1]).clamp(min=0)
-    most = torch.cat([grown, extra])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    keys = ("raw_bytes", "hdet_bytes", "extra_bytes")
-    return dict(zip(keys, most.tolist(), strict=True))
+class Footprint(NamedTuple):
+    """Bytes beside the model, of the process that took most."""
+
+    peak_bytes: int
+    """While it converges."""
+    kept_bytes: int
+    """After it: what a row holds from one converge to the next."""
+    call_bytes: int
+    """How much the process grows in the call itself."""
 
 
-def growth(call: Callable[[], Any]) -> int:
-    """The peak of the resident memory during a call, less what was resident before it."""
+def measure_memory(label: str, shapes: Shapes, place: Place) -> dict[str, int] | str:
+    """The first converge of a model in this process; or why there was none."""
+    tiny, error = agreed(partial(ROWS[label], [(8,)], place))
+    if tiny is None or error is not None:
+        return str(error)
+    tiny.call()  # code that is loaded and connections that are made are no part of a converge
+    tiny.close()
+    del tiny
     gc.collect()
+    before = resident("VmRSS") + num_bytes(shapes)
+    row = ROWS[label](shapes, place)
+    ready_at = resident("VmRSS")
     dist.barrier()
     with peak() as read:
-        before = resident("VmRSS")
-        call()
-        return max(read() - before, 0)
+        row.call()
+        most = read()
+    gc.collect()
+    found = [most - before, resident("VmRSS") - before, most - ready_at]
+    everyone = torch.tensor(found, dtype=torch.float64).clamp(min=0)
+    dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+    row.close()
+    return Footprint(*map(int, everyone.tolist()))._asdict()
 
 
 @contextmanager
@@ -377,13 +457,22 @@ def resident(field: str) -> int:
 
 
 def run(settings: Settings) -> dict[str, Any]:
+    """Times in one set of processes, then memory in one of its own for each row."""
+    memory = {}
+    rows = in_processes(settings, None)
+    for label in ROWS:
+        memory[label] = in_processes(settings, label)
+        print(f"memory: {label}: {memory[label]}", flush=True)
+    return {"rows": rows, "memory": memory}
+
+
+def in_processes(settings: Settings, label: str | None) -> Any:
     """Start the processes, and bring home what they measured."""
     with tempfile.TemporaryDirectory() as folder, standard_error_to(Path(folder) / "log"):
         lighthouse = start_lighthouse(settings.processes)
         address = None if lighthouse is None else lighthouse.address()
-        arguments = (settings, address, folder)
-        spawn(work, arguments, settings.processes)
-        answer: dict[str, Any] = json.loads((Path(folder) / "answer.json").read_text())
+        spawn(work, (settings, address, folder, label), settings.processes)
+        answer = json.loads((Path(folder) / "answer.json").read_text())
         if lighthouse is not None:
             lighthouse.shutdown()
     return answer
@@ -414,7 +503,10 @@ def start_lighthouse(processes: int) -> Any:
     return LighthouseServer(bind="[::]:0", min_replicas=processes)
 
 
-def work(rank: int, settings: Settings, lighthouse: str | None, folder: str) -> None:
+def work(
+    rank: int, settings: Settings, lighthouse: str | None, folder: str, label: str | None
+) -> None:
+    """The memory of one row, or without one the time of all."""
     torch.set_num_threads(1)
     count = str(settings.processes)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
@@ -425,8 +517,11 @@ def work(rank: int, settings: Settings, lighthouse: str | None, folder: str) -> 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.processes)
     place = Place(rank, settings, lighthouse)
     sets = shapes_of(settings)
-    answer: dict[str, Any] = {"memory": measure_memory(sets["gpt2"], place)}
-    answer["rows"] = {name: time_rows(name, shapes, place) for name, shapes in sets.items()}
+    answer: Any
+    if label is None:
+        answer = {name: time_rows(name, shapes, place) for name, shapes in sets.items()}
+    else:
+        answer = measure_memory(label, sets["gpt2"], place)
     if rank == 0:
         (Path(folder) / "answer.json").write_text(json.dumps(answer))
     dist.barrier()
@@ -441,16 +536,56 @@ def say(place: Place, text: str) -> None:
 # Report ------------------------------------------------------------------------------------
 
 
+def against_peers(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """hdet over the best of those that do the same: in time by set, in memory for the large one."""
+    times = {
+        name: {label: row["over_raw"] for label, row in rows.items() if "over_raw" in row}
+        for name, rows in answer["rows"].items()
+    }
+    peaks = {
+        label: found["peak_bytes"]
+        for label, found in answer["memory"].items()
+        if not isinstance(found, str)
+    }
+    tables = {**{f"time, {name}": table for name, table in times.items()}, "memory, gpt2": peaks}
+    return [
+        {"what": what, "kind": kind, **against(table, *LIKE[kind])}
+        for what, table in tables.items()
+        for kind in LIKE
+    ]
+
+
+def against(table: dict[str, float], own: str, peers: Sequence[str]) -> dict[str, Any]:
+    there = [peer for peer in peers if peer in table]
+    if own not in table or not there:
+        return {"hdet": table.get(own), "best_peer": None, "ratio": None}
+    best = min(there, key=table.__getitem__)
+    return {"hdet": table[own], "best_peer": best, "ratio": table[own] / table[best]}
+
+
+def worst(answer: dict[str, Any], what: str) -> float:
+    """Over all rows of which a peer was there; without any it is not a number."""
+    ratios = [r["ratio"] for r in against_peers(answer) if r["what"].startswith(what)]
+    return max((ratio for ratio in ratios if ratio is not None), default=math.nan)
+
+
+def extra_bytes(memory: dict[str, Any]) -> float:
+    """What the whole end of a cycle takes beside what the all-reduce itself needs."""
+    return max(memory[WHOLE]["call_bytes"] - memory[RAW]["call_bytes"], 0)
+
+
 def report(settings: Settings, answer: dict[str, Any]) -> dict[str, Any]:
     rows = answer["rows"]
     return {
         "headline": {
             "gpt2_over_raw": rows["gpt2"][HEADLINE]["over_raw"],
             "small_tensors_over_raw": rows["small_tensors"][HEADLINE]["over_raw"],
-            "extra_bytes_over_bucket": answer["memory"]["extra_bytes"] / settings.bucket_bytes,
+            "extra_bytes_over_bucket": extra_bytes(answer["memory"]) / settings.bucket_bytes,
             "gpt2_whole_cycle_end_over_raw": rows["gpt2"][WHOLE]["over_raw"],
             "small_tensors_whole_cycle_end_over_raw": rows["small_tensors"][WHOLE]["over_raw"],
+            **{key: worst(answer, what) for key, what in BESIDE_PEERS.items()},
         },
+        "against_peers": against_peers(answer),
         "versions": versions(),
         "device": f"cpu, {os.cpu_count()} cores, gloo over loopback",
         "settings": {
@@ -477,15 +612,14 @@ def versions() -> dict[str, str]:
 
 def table(result: dict[str, Any]) -> str:
     sets = result["settings"]["sets"]
-    lines = [f"{'':30}" + "".join(f"{name + ', ms':>18}{'over raw':>10}" for name in sets)]
+    heads = "".join(f"{name + ', ms':>18}{'over raw':>10}" for name in sets)
+    lines = [f"{'':30}{heads}{'peak MiB':>12}{'kept':>8}"]
     for label in ROWS:
         cells = [result["rows"][name][label] for name in sets]
-        lines.append(f"{label:30}" + "".join(map(cell, cells)))
-    memory = result["memory"]
-    lines.append(
-        f"memory of the first converge: {memory['hdet_bytes'] / 2**20:.1f} MiB, of a raw "
-        f"all-reduce: {memory['raw_bytes'] / 2**20:.1f} MiB"
-    )
+        found = result["memory"][label]
+        sizes = [] if isinstance(found, str) else [found["peak_bytes"], found["kept_bytes"]]
+        ends = "".join(f"{size / 2**20:10.1f}" for size in sizes)
+        lines.append(f"{label:30}" + "".join(map(cell, cells)) + ends)
     lines += [f"{key} = {value:.3f}" for key, value in result["headline"].items()]
     return "\n".join(lines)
 
@@ -496,6 +630,20 @@ def cell(row: dict[str, Any]) -> str:
     return f"{1000 * row['seconds']:18.2f}{row['over_raw']:10.2f}"
 
 
+def measure(settings: Settings) -> dict[str, Any]:
+    return report(settings, run(settings))
+
+
+def default_path(*, quick: bool) -> Path:
+    return RESULTS / ("converge.quick.json" if quick else "converge.json")
+
+
+def save(result: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(result))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2 blocks, few rounds")
@@ -503,12 +651,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     chosen = parser.parse_args()
     settings = QUICK if chosen.quick else FULL
-    settings = settings._replace(processes=chosen.processes)
-    result = report(settings, run(settings))
-    out = chosen.out or RESULTS / ("converge.quick.json" if chosen.quick else "converge.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(table(result))
+    result = measure(settings._replace(processes=chosen.processes))
+    save(result, chosen.out or default_path(quick=chosen.quick))
 
 
 if __name__ == "__main__":

@@ -93,6 +93,13 @@ class Shape(NamedTuple):
 def shape(name: str, steps: int, cycles_momentum: bool) -> Shape:
     if name == "one cycle":
         return _one_cycle(steps, cycles_momentum)
+    if name == "too long":  # for a run that ends half-way
+        long = _one_cycle(2 * steps, cycles_momentum)
+        return Shape(long.lrs[:steps], long.momenta[:steps])
+    if name == "too short":  # for a run that goes on with what is left at its end
+        short = _one_cycle(steps // 2, cycles_momentum)
+        rest = steps - steps // 2
+        return Shape(short.lrs + short.lrs[-1:] * rest, short.momenta + short.momenta[-1:] * rest)
     rising = max(round(WARM_UP * steps), 1)
     falling = {
         "constant": lambda step: 1.0,

@@ -1,6 +1,8 @@
 """What hdet adds to a step of DDP, to the end of a cycle, and to the time of a decision.
 
-    python -m benchmarks.overhead [--quick] [--out FILE]
+    python -m benchmarks.overhead [--quick] [--out FILE]     two processes, and other libraries
+    python -m benchmarks.overhead --gpu [--out FILE]         one GPU; goes into the same file
+    python -m benchmarks.overhead --decisions [--out FILE]   the decisions alone, anew
 
 Two gloo processes train a small GPT under DDP, with OneCycleLR and with hdet around it, by turns.
 What a step takes longer is lost in the noise of any machine, so its parts are timed on their own,
@@ -8,7 +10,14 @@ each by the median: the step itself, the call of a schedule, the call of hdet be
 at the end of one, and a bare all-reduce of the same bytes. The ratio of a step with hdet to one
 without, at a cycle of T steps and beyond the all-reduce itself, is made of them. Host syncs are
 counted by a profiler, the bytes of a cycle read from the record. The decision is what is computed
-from the replicas' scores; benchmarks/converge.py has a converge beside those of other libraries.
+from the replicas' scores. The first command also runs benchmarks/converge.py, a converge beside
+those of other libraries, and writes its file.
+
+With --gpu the same parts are timed on one CUDA device, each until the device is idle: one replica
+under DDP with NCCL, with which nothing is averaged, and stacked replicas, whose average counts in
+full. Nothing there runs beside anything else, so the sum of parts is more than hdet adds to a step
+that keeps the device busy: that is told by steps without waiting, by turns ("side_by_side"). Host
+syncs are what CUDA's own debug mode reports. Each command keeps what the others have written.
 """
 
 import argparse
@@ -17,7 +26,9 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,12 +43,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from benchmarks.models import GPT, Size, gpt_loss
-from benchmarks.settle import RESULTS, write_result
+from benchmarks import converge
+from benchmarks.models import GPT, GPT2_SMALL, SMALL_GPT, Size, gpt_loss
+from benchmarks.settle import RESULTS, made_with, plain_json, write_result
 from hdet.knobs import LearningRate, explored_rates
 from hdet.steering import Steering
 
-PROCESSES, CYCLE = 2, 10
+PROCESSES, STACKED, CYCLE = 2, 8, 10
 LENGTHS = (10, 100, 1000)
 WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
 """What makes the host wait for a device."""
@@ -47,31 +59,29 @@ class Settings(NamedTuple):
     size: Size
     batch: int
     rounds: int
-    decisions: int
 
 
-FULL = Settings(Size(256, 64, 4, 4, 192), 8, 30, 300)
-QUICK = Settings(Size(256, 32, 2, 2, 48), 2, 3, 20)
+FULL = Settings(Size(256, 64, 4, 4, 192), 8, 30)
+QUICK = Settings(Size(256, 32, 2, 2, 48), 2, 3)
+ON_GPU = {"ddp": Settings(GPT2_SMALL, 8, 20), "stacked": Settings(SMALL_GPT, 64, 20)}
+QUICK_ON_GPU = {"ddp": QUICK, "stacked": QUICK._replace(batch=2 * STACKED)}
+DECISIONS, FEW_DECISIONS = 300, 20
+
+
+def wait() -> None:
+    """Until the device is idle, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# Training loops ------------------------------------------------------------------------------
 
 
 class Loop:
     """One training loop, a step at a time, with the time of its parts."""
 
-    def __init__(self, settings: Settings, folder: str | None) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(GPT(settings.size))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self._shape = (settings.batch, settings.size.context + 1)
-        self.schedule: Any = OneCycleLR(self.optimizer, 1e-3, total_steps=100_000)
-        if folder is not None:
-            self.schedule = hdet.HDET(
-                self.schedule,
-                model=self.model,
-                preset="paper",
-                controller=hdet.PaperController(),
-                sync_every=CYCLE,
-                record=folder,
-            )
+    def __init__(self, train: Callable[[], Tensor], schedule: Any) -> None:
+        self._train, self.schedule = train, schedule
         self.steps: list[float] = []
         self.calls: list[float] = []
         self.ends: list[float] = []
@@ -79,33 +89,43 @@ class Loop:
     def step(self) -> None:
         begin = time.perf_counter()
         loss = self._train()
+        wait()
         self.steps.append(time.perf_counter() - begin)
         is_end = (
             isinstance(self.schedule, hdet.HDET) and (self.schedule.last_epoch + 1) % CYCLE == 0
         )
-        if is_end:
+        if is_end and dist.is_initialized():
             dist.barrier()  # whoever is late has nothing to do with it
         (self.ends if is_end else self.calls).append(seconds(lambda: self._advance(loss)))
 
+    def window(self) -> float:
+        """Seconds for a step between two cycles when nothing waits for the device."""
+
+        def steps() -> None:
+            for _ in range(CYCLE - 1):
+                self._advance(self._train())
+
+        taken = seconds(steps)
+        self._advance(self._train())
+        wait()
+        return taken / (CYCLE - 1)
+
     def waits(self) -> float:
         """Of the host, in the calls between two cycles, for each of them."""
-        num, seen = 0, 0
+        seen = 0
         for _ in range(CYCLE - 1):
             loss = self._train()
-            with profile(use_kineto=False) as told:
-                self._advance(loss)
-            num += 1
-            seen += sum(event.name in WAITS for event in told.function_events or [])
+            seen += max(waits_of(partial(self._advance, loss)).values())
         self._advance(self._train())
-        return seen / num
+        return seen / (CYCLE - 1)
 
-    def _train(self) -> Tensor:
-        tokens = torch.randint(256, self._shape)
-        self.optimizer.zero_grad()
-        loss = gpt_loss(self.model, tokens)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+    def control(self) -> dict[str, int]:
+        """What is counted where there is a wait: who sees none here has seen nothing before."""
+        loss = self._train()
+        seen = waits_of(loss.mean().item)
+        if not any(seen.values()):
+            raise RuntimeError("a wait was not counted.")
+        return seen
 
     def _advance(self, loss: Tensor) -> None:
         if isinstance(self.schedule, hdet.HDET):
@@ -114,10 +134,121 @@ class Loop:
             self.schedule.step()
 
 
+def waits_of(call: Callable[[], Any]) -> dict[str, int]:
+    """Of the host, as a profiler sees them, and where there is a GPU as CUDA itself does."""
+    with noted_by_cuda() as noted, profile(use_kineto=False) as told:
+        call()
+    seen = {"profiler": sum(event.name in WAITS for event in told.function_events or [])}
+    return {**seen, "cuda": len(noted)} if torch.cuda.is_available() else seen
+
+
+@contextmanager
+def noted_by_cuda() -> Iterator[list[Any]]:
+    if not torch.cuda.is_available():
+        yield []
+        return
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield noted
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def step_of(
+    optimizer: Any, settings: Settings, losses: Callable[[Tensor], Tensor], device: str
+) -> Callable[[], Tensor]:
+    shape = (settings.batch, settings.size.context + 1)
+
+    def train() -> Tensor:
+        tokens = torch.randint(settings.size.vocabulary, shape, device=device)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            found = losses(tokens)
+        found.sum().backward()
+        optimizer.step()
+        return found.detach()
+
+    return train
+
+
+def schedule_of(optimizer: Any, model: nn.Module, folder: str | None, replicas: Any = None) -> Any:
+    """OneCycleLR, or with a folder for the record hdet around it."""
+    base = OneCycleLR(optimizer, 1e-3, total_steps=100_000)
+    if folder is None:
+        return base
+    return hdet.HDET(
+        base,
+        model=model,
+        preset="paper",
+        controller=hdet.PaperController(),
+        sync_every=CYCLE,
+        replicas=replicas,
+        record=folder,
+    )
+
+
+def ddp(settings: Settings, folder: str | None, device: str = "cpu") -> tuple[Loop, nn.Module]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(GPT(settings.size).to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
+    train = step_of(optimizer, settings, lambda tokens: gpt_loss(model, tokens), device)
+    return Loop(train, schedule_of(optimizer, model, folder)), model
+
+
+def stacked(settings: Settings, folder: str | None, device: str) -> tuple[Loop, Any]:
+    torch.manual_seed(0)
+    model = GPT(settings.size).to(device)
+    ensemble = hdet.StackedReplicas(model, STACKED)
+    if device == "cuda":
+        ensemble.compile()
+    one = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
+    optimizer = ensemble.optimizer(one)
+    train = step_of(optimizer, settings, lambda tokens: ensemble.losses(gpt_loss, tokens), device)
+    return Loop(train, schedule_of(optimizer, model, folder, ensemble)), ensemble
+
+
 def seconds(call: Callable[[], Any]) -> float:
+    """Until the device is idle again."""
     begin = time.perf_counter()
     call()
+    wait()
     return time.perf_counter() - begin
+
+
+def parts_of(plain: Loop, ours: Loop, bare: list[float]) -> dict[str, float]:
+    return {
+        "step": median(plain.steps),
+        "schedule": median(plain.calls),
+        "between": median(ours.calls),
+        "end": median(ours.ends),
+        "all_reduce": median(bare),
+    }
+
+
+def ratio(parts: dict[str, float], length: int) -> float:
+    """A step with hdet over one without, beyond the all-reduce itself."""
+    end = parts["end"] - parts["between"] - parts["all_reduce"]
+    return (parts["step"] + parts["between"] + end / length) / (parts["step"] + parts["schedule"])
+
+
+def added(parts: dict[str, float]) -> dict[str, float]:
+    """Beyond the all-reduce itself. A busy machine makes steps longer, and ratios smaller."""
+    end = parts["end"] - parts["between"] - parts["all_reduce"]
+    return {
+        "step_ms": 1e3 * parts["step"],
+        "added_ms_per_step": 1e3 * (parts["between"] - parts["schedule"]),
+        "added_ms_per_cycle": 1e3 * end,
+    }
+
+
+def ratios(parts: dict[str, float]) -> dict[str, float]:
+    return {f"t{length}": ratio(parts, length) for length in LENGTHS}
+
+
+# Processes -----------------------------------------------------------------------------------
 
 
 def work(rank: int, settings: Settings, folder: str) -> None:
@@ -126,8 +257,8 @@ def work(rank: int, settings: Settings, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES
     )
-    plain, ours = Loop(settings, None), Loop(settings, f"{folder}/run")
-    flat = nn.utils.parameters_to_vector(plain.model.parameters()).detach()
+    (plain, model), (ours, _) = ddp(settings, None), ddp(settings, f"{folder}/run")
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     bare: list[float] = []
     for number in range(settings.rounds):
         for loop in (plain, ours):
@@ -138,14 +269,11 @@ def work(rank: int, settings: Settings, folder: str) -> None:
         if rank == 0:
             print(f"\r{number + 1} of {settings.rounds} rounds", end="", flush=True)
     waits = ours.waits()
+    ours.control()
     if rank == 0:
         print()
         told = {
-            "step": median(plain.steps),
-            "schedule": median(plain.calls),
-            "between": median(ours.calls),
-            "end": median(ours.ends),
-            "all_reduce": median(bare),
+            **parts_of(plain, ours, bare),
             "waits": waits,
             "model_bytes": flat.nbytes,
             "cycle_bytes": cycle_bytes(Path(folder) / "run" / "record.jsonl"),
@@ -161,10 +289,71 @@ def cycle_bytes(record: Path) -> int:
     return int(sent)
 
 
-def ratio(parts: dict[str, float], length: int) -> float:
-    """A step with hdet over one without, beyond the all-reduce itself."""
-    end = parts["end"] - parts["between"] - parts["all_reduce"]
-    return (parts["step"] + parts["between"] + end / length) / (parts["step"] + parts["schedule"])
+# One GPU -------------------------------------------------------------------------------------
+
+
+def measure_gpu(settings: dict[str, Settings]) -> dict[str, Any]:
+    """Both engines; without a GPU on the CPU, to see that it runs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    answer: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+        )
+        plain, _ = ddp(settings["ddp"], None, device)
+        ours, _ = ddp(settings["ddp"], f"{folder}/ddp", device)
+        answer["ddp"] = measure_pair(plain, ours, settings["ddp"], lambda: None)
+        dist.destroy_process_group()
+        plain, _ = stacked(settings["stacked"], None, device)
+        ours, ensemble = stacked(settings["stacked"], f"{folder}/stacked", device)
+        answer["stacked"] = measure_pair(plain, ours, settings["stacked"], ensemble.converge_)
+    return {**answer, "settings": {k: v._asdict() for k, v in settings.items()}, **made_with()}
+
+
+def measure_pair(
+    plain: Loop, ours: Loop, settings: Settings, average: Callable[[], Any]
+) -> dict[str, Any]:
+    """Two loops on one device by turns; whatever an average takes, it is hdet's."""
+    begin = time.perf_counter()
+    for loop in (plain, ours):
+        loop.window()  # compiles
+    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    side_by_side, averages = [], []
+    for _ in range(settings.rounds):
+        for loop in (plain, ours):
+            for _ in range(CYCLE):
+                loop.step()
+        windows = [loop.window() for loop in (plain, ours)]
+        side_by_side.append(windows[1] / windows[0])
+        averages.append(seconds(average))
+    parts = parts_of(plain, ours, [0.0])
+    told = {
+        "over_plain": ratios(parts),
+        "side_by_side": median(side_by_side),
+        "host_syncs_per_step": ours.waits(),
+        "host_syncs_of_an_item": ours.control(),
+        "seconds": {**parts, "average": median(averages)},
+    }
+    print(json.dumps(plain_json(told)), flush=True)
+    return told
+
+
+def gpu_headline(told: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"h200_{engine}_{length}_over_plain": told[engine]["over_plain"][length]
+        for engine in ("ddp", "stacked")
+        for length in ("t100", "t1000")
+    } | {
+        f"h200_{e}_host_syncs_per_step": told[e]["host_syncs_per_step"] for e in ("ddp", "stacked")
+    }
+
+
+# The decision --------------------------------------------------------------------------------
 
 
 def decision(num_replicas: int, num_knobs: int, times: int) -> float:
@@ -190,32 +379,61 @@ def decision(num_replicas: int, num_knobs: int, times: int) -> float:
     return median(taken)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    settings = QUICK if options.quick else FULL
+def decisions(times: int) -> dict[str, float]:
+    """Milliseconds."""
+    grid = [(n, k) for n in (2, 8, 16, 64) for k in (1, 4, 16) if k < n]
+    return {f"n{n}_k{k}": 1e3 * decision(n, k, times) for n, k in grid}
+
+
+def measure(settings: Settings, *, quick: bool) -> dict[str, Any]:
+    """All but the GPU."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (settings, folder), PROCESSES)
         parts = json.loads((Path(folder) / "told.json").read_text())
-    grid = [(n, k) for n in (2, 8, 16, 64) for k in (1, 4, 16) if k < n]
-    decisions = {f"n{n}_k{k}": 1e3 * decision(n, k, settings.decisions) for n, k in grid}
+    decided = decisions(FEW_DECISIONS if quick else DECISIONS)
+    beside = converge.measure(converge.QUICK if quick else converge.FULL)
+    converge.save(beside, converge.default_path(quick=quick))
+    peers = {key: beside["headline"][key] for key in converge.BESIDE_PEERS}
     numbers = {
-        **{f"t{length}_over_ddp": ratio(parts, length) for length in LENGTHS},
+        **{f"{length}_over_ddp": value for length, value in ratios(parts).items()},
+        **added(parts),
         "host_syncs_per_step": parts["waits"],
         "cycle_bytes_over_model_bytes": parts["cycle_bytes"] / parts["model_bytes"],
-        "decision_ms_n64_k16": decisions["n64_k16"],
+        "decision_ms_n64_k16": decided["n64_k16"],
+        **peers,
     }
-    out = options.out or RESULTS / ("overhead.quick.json" if options.quick else "overhead.json")
-    told = {
+    return {
         "headline": numbers,
         "settings": {"processes": PROCESSES, **settings._asdict()},
         "seconds": parts,
-        "decision_ms": decisions,
+        "decision_ms": decided,
+        "against_peers": beside["against_peers"],
     }
-    write_result(out, told)
-    for name, value in numbers.items():
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds")
+    parser.add_argument("--gpu", action="store_true", help="one GPU instead of two processes")
+    parser.add_argument("--decisions", action="store_true", help="these alone; the rest is kept")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    out = options.out or RESULTS / ("overhead.quick.json" if options.quick else "overhead.json")
+    known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    if options.decisions:
+        told = {**known, "decision_ms": decisions(DECISIONS)}
+        told["headline"]["decision_ms_n64_k16"] = told["decision_ms"]["n64_k16"]
+    elif options.gpu:
+        told = {**known, "h200": measure_gpu(QUICK_ON_GPU if options.quick else ON_GPU)}
+    else:
+        told = {**known, **measure(QUICK if options.quick else FULL, quick=options.quick)}
+    if "h200" in told:
+        told["headline"] = {**told.get("headline", {}), **gpu_headline(told["h200"])}
+    if options.gpu or options.decisions:  # the rest was made with what the file says
+        out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+    else:
+        write_result(out, told)
+    for name, value in told["headline"].items():
         print(f"{name}: {value:.5g}")
 
 

@@ -186,6 +186,14 @@ def curves_of(cases: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def wrong_of(situations: Mapping[str, Any]) -> str:
+    shown = ("fixed, x 0.25", "fixed, x 1", "fixed, x 4", "tracker", "paper")
+    lines = [f"| | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|"]
+    for name, table in situations.items():
+        lines.append(f"| {name} | {' | '.join(percent(table[key]) for key in shown)} |")
+    return "\n".join(lines)
+
+
 # A picture ------------------------------------------------------------------------------------
 
 COLOURS = {
@@ -308,6 +316,7 @@ def page(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], head: Mapping[s
         default=numbers_of(rows, luck_of(runs), DEFAULT),
         trackers=trackers_of(_result("trackers")["tasks"]),
         curves=curves_of(_result("curves")["cases"]),
+        wrong=wrong_of(_result("wrong")["situations"]),
         table=table_of(rows),
         starts=starts_of(rows, [HDET, REFERENCE, "paper"]),
         grids=grids_of(runs),

@@ -224,6 +224,51 @@ def test_a_resumed_run_goes_on_bit_for_bit(processes: Processes) -> None:
         assert one.equal(other)
 
 
+class Mixed(nn.Module):
+    """Two dtypes, an expert that is idle in every other cycle, and a weight that moves about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first = nn.Linear(4, 4)
+            self.expert = nn.Linear(4, 4).bfloat16()
+
+    def forward(self, x: Tensor, busy: bool) -> Tensor:
+        y: Tensor = self.first(x).square().mean()
+        return y + self.expert.weight.float().square().sum() if busy else y
+
+
+def mixed(rank: int, overlap: int, folder: str) -> tuple[Tensor, list[int]]:
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = {"compress": "int8", "spread": 0.0, "overlap": overlap, "record": folder}
+    scheduler = scheduled(model, optimizer, **given)
+    for step in range(S):
+        if rank == 0 and step in (7, 16):
+            model.first.weight.data = model.first.weight.data.clone()  # as by .cpu() and .cuda()
+        optimizer.zero_grad()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x, busy=step // T % 2 == 0) * (1 + rank)
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    lines = [] if rank else (Path(folder) / "record.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    sent = [line["converge"]["bytes"] for line in told if line["event"] == "cycle"]
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()]), sent
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_several_dtypes_idle_weights_and_such_that_move(
+    processes: Processes, tmp_path: Path, overlap: int
+) -> None:
+    (first, sent), *others = processes(3, mixed, overlap, str(tmp_path / "run"))
+    assert all(first.equal(other) for other, _ in others)
+    # All but the first, whatever is idle, and the last where it is no flight.
+    assert len(set(sent[1:-1])) == 1
+
+
 def loses_one(rank: int) -> Tensor:
     model = DistributedDataParallel(toy.toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)

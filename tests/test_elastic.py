@@ -209,7 +209,7 @@ def test_one_joins_with_the_weights_of_the_others(
         assert (*(other.lr for other in others), moment.lr) == tuple(moment.lrs)
         if moment.step % T == 0:
             assert all(other.weights.equal(moment.weights) for other in others)
-    lines = [json.loads(line) for line in (tmp_path / "0/record.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "0")
     texts = [line["text"] for line in lines if line["event"] == "note"]
     assert texts == ["2 replicas take part", "3 replicas take part"]
     joined = [line["excluded"] for line in lines if line["event"] == "converge"]
@@ -254,6 +254,112 @@ def test_a_meeting_that_somebody_left_never_was(pool: Processes, lighthouse: str
     assert any(set(moment.lrs) == {LR} for moment in first[T:])  # after it, until they met again
     assert first[-1].weights.equal(second[-1].weights)
     assert bool(first[-1].weights.isfinite().all())
+
+
+# One that is behind ------------------------------------------------------------------------------
+
+
+def is_behind(rank: int, lighthouse: str, folder: str) -> tuple[list[Moment], list[Any]]:
+    """One finds an error of its own at the end of a meeting, and is healed at the next."""
+    calls: list[Any] = []
+
+    def meddle(replicas: TorchftReplicas) -> None:
+        commit, call, num = replicas.commit, replicas.call, 0
+
+        def failing() -> bool:
+            nonlocal num
+            num += 1
+            if rank == 1 and num == 3:
+                replicas._manager.report_error(RuntimeError("of its own"))
+            return commit()
+
+        def noted() -> Any:
+            calls.append(call())
+            return calls[-1]
+
+        replicas.commit, replicas.call = failing, noted  # type: ignore[method-assign]
+
+    given: Any = {"controller": hdet.PaperController(), "record": f"{folder}/{rank}"}
+    told = run(rank, lighthouse, lambda told: not told or told[-1].step < 6 * T, meddle, **given)
+    return told, [(members.have_changed, members.newcomers) for members in calls]
+
+
+def test_one_that_is_behind_counts_as_new(pool: Processes, lighthouse: str, tmp_path: Path) -> None:
+    answers = pool(3, is_behind, lighthouse, str(tmp_path))
+    for told, calls in answers:
+        assert calls[:4] == [(True, ()), (False, ()), (False, ()), (True, (1,))]
+        assert not any(changed for changed, _ in calls[4:])
+        assert told[-1].weights.equal(answers[0][0][-1].weights)
+    texts = {
+        rank: [line["text"] for line in lines_of(tmp_path / f"{rank}") if line["event"] == "note"]
+        for rank in (0, 1)
+    }
+    assert any("was undone" in text for text in texts[1])
+    assert not any("was undone" in text for text in texts[0])
+    ended = [line["step"] for line in lines_of(tmp_path / "1") if line["event"] == "cycle"]
+    assert 2 * T not in ended  # what was undone is not in the record
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+
+
+# Other knobs, and what a run does between two meetings --------------------------------------------
+
+
+def decays(rank: int, lighthouse: str) -> tuple[list[float], float, list[str]]:
+    model = toy.toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    with managed(rank, lighthouse, model, optimizer) as manager:
+        dist.barrier()
+        replicas = hdet.TorchftReplicas(manager)
+        scheduler = hdet.HDET(
+            LambdaLR(optimizer, lambda _: 1.0),
+            model=model,
+            replicas=replicas,
+            preset="paper",
+            knobs=[hdet.weight_decay(spread=0.5)],
+            controller=None,
+            gradients="local",
+            sync_every=T,
+        )
+
+        def go_on(steps: int) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss = toy.loss_of(model, scheduler.last_epoch, rank)
+                loss.backward()
+                optimizer.step()
+                scheduler.step(loss.detach())
+
+        go_on(T + 1)
+        (knob,) = scheduler._steering.knobs
+        wanted, own = knob.factors(), optimizer.param_groups[0]["weight_decay"]
+        cycle = scheduler._steering.cycle
+        scheduler.converge()
+        assert scheduler._steering.cycle == cycle
+        assert knob.factors() == wanted
+        told: list[str] = []
+        if rank == 2:
+            return wanted, own, told
+        dist.barrier(group=dist.new_group([0, 1], use_local_synchronization=True))
+        replicas._manager.report_error(RuntimeError("gone"))
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with scheduler.consensus():
+                told.append(str(caught[-1].message))
+                now = nn.utils.parameters_to_vector(model.parameters()).detach()
+                assert now.equal(before)
+        return wanted, own, told
+
+
+def test_every_replica_has_knobs_of_its_own(pool: Processes, lighthouse: str) -> None:
+    answers = pool(3, decays, lighthouse)
+    for rank, (wanted, own, told) in enumerate(answers):
+        assert len(set(wanted)) > 1
+        assert own == pytest.approx(wanted[rank])
+        assert all("weights of this replica alone" in text for text in told)
 
 
 # What cannot be -----------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ def processes_run(rank: int, gradients: str, outer: bool) -> list[Tensor]:
 
 
 class Stacked:
-    def __init__(self, **options: Any) -> None:
-        self.model = toy.toy()
+    def __init__(self, model: toy.Toy | None = None, **options: Any) -> None:
+        self.model = model or toy.toy()
         self.ensemble = hdet.StackedReplicas(self.model, N)
         own = torch.optim.AdamW(self.model.parameters(), lr=LR)
         self.optimizer = self.ensemble.optimizer(own)
@@ -162,6 +162,47 @@ def test_a_replica_that_was_lost_takes_the_mean() -> None:
         next(iter(run.ensemble.modules(None)[1].parameters())).fill_(float("nan"))
     run.go_on(1 + 2 * T)
     assert all(tensor.isfinite().all() for row in run.weights() for tensor in row)
+
+
+def test_a_converge_at_the_end_of_a_cycle_makes_one_outer_step() -> None:
+    run = Stacked(gradients="local", outer=OUTER)
+    run.go_on(T)
+    outer, num = run.scheduler.outer, 0
+
+    def count(*_: Any) -> None:
+        nonlocal num
+        num += 1
+
+    assert outer is not None
+    outer.register_step_post_hook(count)
+    run.scheduler.converge()
+    run.scheduler.converge()
+    assert num == 1
+
+
+def freeze(run: Stacked, frozen: bool) -> None:
+    for module in run.ensemble.modules(None):
+        assert isinstance(module, toy.Toy)
+        module.head.bias.requires_grad_(not frozen)
+
+
+def test_what_is_frozen_or_not_while_a_mean_is_under_way() -> None:
+    """Frozen: it keeps what was sent. Not any more: it has no outer step before it is known."""
+    run = Stacked(gradients="local", outer=OUTER)
+    run.go_on(T)
+    sent = run.weights()
+    mean = sum(row[-1] for row in sent) / N
+    freeze(run, True)
+    run.go_on(DELAY)
+    for row in run.weights():
+        torch.testing.assert_close(row[-1], mean, rtol=1e-10, atol=1e-10)
+    other = toy.toy()
+    other.head.bias.requires_grad_(False)
+    late = Stacked(other, gradients="local", outer=OUTER)
+    late.go_on(T)
+    freeze(late, False)
+    late.go_on(3 * T)
+    assert all(tensor.isfinite().all() for row in late.weights() for tensor in row)
 
 
 @pytest.mark.parametrize("outer", [None, OUTER])

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -750,3 +751,32 @@ def train_without_ddp(rank: int) -> None:
 
 def test_shared_gradients_without_ddp_are_pointed_out(processes: Processes) -> None:
     processes(2, train_without_ddp)
+
+
+def ends_by_itself(rank: int) -> bool:
+    """Whether a run and its process groups are gone with its last reference."""
+    model = DistributedDataParallel(toy.toy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    base = OneCycleLR(optimizer, 0.01, total_steps=40)
+    knobs = [hdet.lr(spread=0.0), hdet.weight_decay()]
+    gc.collect()
+    gc.disable()
+    try:
+        scheduler = hdet.HDET(base, model=model, knobs=knobs, scout=None, sync_every=2)
+        replicas = weakref.ref(scheduler._replicas)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = toy.loss_of(model, step, rank)
+            loss.backward()
+            optimizer.step()
+            scheduler.step(loss.detach())
+        del scheduler
+        return replicas() is None
+    finally:
+        gc.enable()
+
+
+def test_a_run_ends_with_its_last_reference(processes: Processes) -> None:
+    """One that waits for the garbage collector takes the threads of its process groups along, and
+    a process that ends before it is aborted."""
+    assert processes(2, ends_by_itself) == [True, True]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from hdet.scout import Search
 from hdet.stuck import Stuck
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
@@ -228,6 +229,37 @@ def test_it_can_be_resumed_in_the_middle_of_its_scout() -> None:
     assert other.scheduler.is_scouting
     other.go(S - other.scheduler.last_epoch)
     assert other.loss() < 0.5
+
+
+def test_a_scout_of_a_stuck_run_is_one_after_a_resume_too() -> None:
+    run = Run("stacked", lr=LOW)
+    for scouts in (True, False):  # the look, and the cycles after it
+        while run.scheduler.is_scouting == scouts:
+            run.step()
+    run.go(1)
+    run.scheduler.converge()
+    other = Run("stacked", lr=LOW)
+    for module in other.modules():
+        module.load_state_dict(run.modules()[0].state_dict())
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    other.go(S - other.scheduler.last_epoch)
+    assert other.scheduler.get_knobs()["lr/group0"] > 100
+
+
+def test_a_run_that_is_saved_in_every_cycle_is_watched_all_the_same(tmp_path: Path) -> None:
+    run = Run("stacked", lr=LOW, record=tmp_path)
+    for step in range(S // 3):
+        run.step()
+        if step % SYNC == 5 and not run.scheduler.is_scouting:
+            run.scheduler.converge()
+    assert any("scouting" in line["reason"] for line in lines(tmp_path, "guard"))
+
+
+def test_a_look_stays_one_with_other_replicas() -> None:
+    search = Search(RESTART, num_replicas=4, total_steps=S, brief=True)
+    other = Search(RESTART, num_replicas=2, total_steps=S)
+    other.load_state_dict(search.state_dict())
+    assert other.state_dict()["brief"]
 
 
 def test_a_resumed_run_has_no_first_weights_to_go_back_to() -> None:

@@ -95,12 +95,15 @@ class Base:
         return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)
 
     def advance(self, metric: float | None = None) -> None:
-        with groups.fan_out_undone(self.optimizer, self.lrs):
+        aside = groups.undo_fan_out(self.optimizer, self.lrs)
+        try:
             if metric is None:
                 self.schedule.step()
             else:
                 self.schedule.step(metric)  # type: ignore[arg-type]
             self._read()
+        finally:
+            groups.put_back(self.optimizer, aside)
 
     def state_dict(self) -> dict[str, Any]:
         return {

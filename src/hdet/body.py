@@ -82,6 +82,10 @@ class Body:
                 "still": [local(p) for p in once if not p.requires_grad],
                 "buffers": [*map(local, _once(buffers))],
             }
+            places = {id(p): place for place, p in enumerate(parameters)}
+            self.moving_places = [(places[id(p)], p.numel()) for p in once if p.requires_grad]
+            """Which parameters train, by their place among all, wherever they lie: the same for all
+            replicas."""
             self._lists.clear()
 
     def _all(self) -> list[Tensor]:

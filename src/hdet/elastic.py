@@ -18,7 +18,16 @@ from torch.distributed import ReduceOp
 from hdet.replicas import Rows, Wired
 from hdet.validation import check_integer
 
-WANTED = ("start_quorum", "should_commit", "allreduce", "errored", "register_state_dict_fn")
+WANTED = (
+    "start_quorum",
+    "should_commit",
+    "allreduce",
+    "errored",
+    "num_participants",
+    "participating_rank",
+    "register_state_dict_fn",
+    "_pg",
+)
 
 
 class Interrupted(RuntimeError):
@@ -81,7 +90,10 @@ class TorchftReplicas(Wired):
             load(state)
             self._has_healed = True
 
-        self._manager.register_state_dict_fn("hdet", heal, save)
+        try:
+            self._manager.register_state_dict_fn("hdet", heal, save)
+        except AssertionError as error:
+            raise ValueError("`manager` must have one scheduler of hdet, got a second.") from error
 
     # A meeting -------------------------------------------------------------------------------
 
@@ -100,7 +112,7 @@ class TorchftReplicas(Wired):
         self._now = tuple(name for name, _, _ in table)
         fresh = [bool(healed) or last == _digest(()) for _, last, healed in table]
         return Members(
-            any(last != _digest(self._now) for _, last, _ in table),
+            any(bool(healed) or last != _digest(self._now) for _, last, healed in table),
             tuple(r for r, new in enumerate(fresh) if new) if not all(fresh) else (),
         )
 
@@ -165,7 +177,8 @@ class _Watched:
     def wait(self) -> None:
         self._work.wait()
         if error := self._manager.errored():
-            raise Interrupted(f"a replica has left ({error})")
+            reason = str(getattr(error, "original_exception", error)).splitlines()
+            raise Interrupted(f"a replica has left: {reason[0] if reason else error!r}")
 
 
 def _digest(names: Sequence[float]) -> float:

@@ -38,10 +38,12 @@ class Expedition:
         shared: bool,
         late: bool = False,
         brief: bool = False,
+        stuck: bool = False,
     ) -> None:
         """`rates` are the learning rates it looks around, one for each group, and `kind` is the
-        optimizer's name, of each replica's own where they have one."""
-        self.scout, self.late = scout, late
+        optimizer's name, of each replica's own where they have one. `stuck` is why it set out from
+        the first weights again."""
+        self.scout, self.late, self.stuck = scout, late, stuck
         self.rates, self._total = list(rates), total_steps
         self.search = Search(
             scout,
@@ -67,7 +69,7 @@ class Expedition:
 
     def state_dict(self) -> dict[str, Any]:
         """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
-        told = self.search.state_dict()
+        told = {**self.search.state_dict(), "stuck": self.stuck}
         if self.late:
             told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return told

@@ -29,10 +29,9 @@ class Flight:
         self._sent = [[flat.clone() for flat in row] for row in self._rows]
         self._mean, self.num_bytes = begin(self._rows)
 
-    @property
-    def sent_from(self) -> list[Tensor]:
-        """What the first replica here sent off, where it lies."""
-        return self._rows[0]
+    def follow(self, rows: Rows) -> None:
+        """Where the same tensors lie now, if their memory has moved."""
+        self._rows = [[flatten(tensor) for tensor in row] for row in rows]
 
     @torch.no_grad()
     def land(self, leads_to: Leads | None = None) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """The only writer of optimizer.param_groups: learning rates, momenta, and what knobs turn."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,9 +37,13 @@ def use_plain_floats(base: LRScheduler) -> None:
         use_plain_floats(inner)
 
 
-@contextmanager
-def fan_out_undone(optimizer: Optimizer, base_lrs: Sequence[float]) -> Iterator[None]:
-    """Inside, the groups hold the base schedule's own learning rates, as plain floats.
+Aside = list[dict[str, Any]]
+"""What was put aside, for each group."""
+
+
+def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
+    """The groups hold the base schedule's own learning rates, as plain floats, until they are put
+    back.
 
     Most torch schedules compute the next value from group["lr"]: without this the multiplier
     would be multiplied in again at every step. Tensors are put aside and come back as the same
@@ -49,11 +52,12 @@ def fan_out_undone(optimizer: Optimizer, base_lrs: Sequence[float]) -> Iterator[
     aside = [{"lr": group["lr"], **_tensor_momentum(group)} for group in optimizer.param_groups]
     for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = lr
-    try:
-        yield
-    finally:
-        for group, kept in zip(optimizer.param_groups, aside, strict=True):
-            group.update(kept)
+    return aside
+
+
+def put_back(optimizer: Optimizer, aside: Aside) -> None:
+    for group, kept in zip(optimizer.param_groups, aside, strict=True):
+        group.update(kept)
 
 
 def _tensor_momentum(group: dict[str, Any]) -> dict[str, Any]:

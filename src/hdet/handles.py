@@ -109,15 +109,25 @@ def on_rim(space: Space, value: float) -> bool:
 class Hands:
     """All the knobs of a run beside its learning rates."""
 
-    def __init__(self, handles: Sequence[Handle], local: range) -> None:
-        self._handles, self._local = handles, local
+    def __init__(self, handles: Sequence[Handle], local: Callable[[], range]) -> None:
+        """`local` says which replicas live here; where they come and go it may change."""
+        self._handles, self._find_local = handles, local
         _check_apart(handles)
         for handle in handles:
             handle.check()
 
+    @property
+    def _local(self) -> range:
+        return self._find_local()
+
     def explored(self) -> list[Explored]:
         """What the decisions need to know of them."""
         return [Explored(h.name, h.space, h.spread, h.start) for h in self._handles]
+
+    @property
+    def are_scheduled(self) -> bool:
+        """Whether there is something to turn at every step."""
+        return any(handle.is_scheduled() for handle in self._handles)
 
     def settings(self) -> set[str]:
         """The entries of parameter groups that they write."""

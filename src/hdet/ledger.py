@@ -19,6 +19,9 @@ from hdet.replicas import Means
 CHUNK = 1 << 22
 """So many numbers are coded at once."""
 
+Places = list[tuple[int, int]]
+"""Of weights among all parameters, with the number of their elements."""
+
 
 @runtime_checkable
 class Traders(Protocol):
@@ -34,10 +37,10 @@ class Traders(Protocol):
 
 
 class Chunk:
-    """Some of the numbers of a replica, and what belongs to them."""
+    """What belongs to some of the numbers of a replica."""
 
-    def __init__(self, parts: list[Tensor], replicas: Traders, codec: Codec) -> None:
-        self._parts, self._replicas, self._codec = parts, replicas, codec
+    def __init__(self, parts: Sequence[Tensor], replicas: Traders, codec: Codec) -> None:
+        self._replicas, self._codec = replicas, codec
         self._sizes = [part.numel() for part in parts]
         self._num = sum(self._sizes)
         padded = -(-self._num // (replicas.size * BLOCK)) * BLOCK * replicas.size
@@ -49,28 +52,27 @@ class Chunk:
         self._owed_mean = torch.zeros_like(self._known[: padded // replicas.size])
         """... and of the mean of its part."""
         self._arrives: Callable[[], Tensor] | None = None
-        self.num_bytes = 0
-        """Of what was sent last, once."""
 
-    def remember(self, values: Sequence[Tensor]) -> None:
+    def remember(self, parts: Sequence[Tensor]) -> None:
         """All replicas have these in mind now."""
-        torch._foreach_copy_(self._split(self._known), list(values))
+        torch._foreach_copy_(self._split(self._known), list(parts))
 
-    def send(self) -> None:
-        """Tell the others what has changed; nobody waits."""
+    def send(self, parts: Sequence[Tensor]) -> int:
+        """Tell the others what has changed; nobody waits. The bytes of the code."""
         change = self._owed
-        torch._foreach_add_(self._split(change), self._parts)
+        torch._foreach_add_(self._split(change), list(parts))
         change -= self._known
         coded = self._codec.encode(change.view(self._replicas.size, -1))
         change -= self._codec.decode(coded).view(-1)
-        self.num_bytes = coded.nbytes
         self._arrives = self._replicas.trade(coded)
+        return coded.nbytes
 
     def receive(self) -> list[Tensor]:
         """The mean of all replicas, for each part."""
-        assert self._arrives is not None
+        arrives, self._arrives = self._arrives, None  # what was sent is not needed any more
+        assert arrives is not None
         mine = self._owed_mean
-        mine += self._codec.decode(self._arrives()).to(mine.dtype).mean(0)
+        mine += self._codec.decode(arrives()).to(mine.dtype).mean(0)
         coded = self._codec.encode(mine[None])
         mine -= self._codec.decode(coded)[0]
         everyone = self._replicas.gather(coded).to(coded.device)
@@ -82,7 +84,11 @@ class Chunk:
 
 
 class Ledger:
-    """The chunks of the weights that train, as long as all replicas have the same ones in mind."""
+    """The chunks of the weights that train, as long as all replicas have the same ones in mind.
+
+    Weights are known by their places among all, which are the same on every replica: whether they
+    have moved in its memory is nobody else's business.
+    """
 
     def __init__(self, replicas: Traders, codec: Codec) -> None:
         self._replicas, self._codec = replicas, codec
@@ -91,58 +97,57 @@ class Ledger:
     def forget(self) -> None:
         """Replicas were moved by other means: the next converge is exact, and begins anew."""
         self._chunks: list[Chunk] = []
-        self._places: list[tuple[int, int]] = []
+        self._places: Places = []
 
-    def knows(self, tensors: Sequence[Tensor]) -> bool:
-        return bool(tensors) and self._places == _places(tensors)
+    def knows(self, places: Places) -> bool:
+        return bool(places) and self._places == places
 
     @torch.no_grad()
-    def remember(self, tensors: Sequence[Tensor], values: Sequence[Tensor] | None = None) -> None:
+    def remember(
+        self, places: Places, tensors: Sequence[Tensor], values: Sequence[Tensor] | None = None
+    ) -> None:
         """All replicas have these weights; or have these values in mind for them."""
-        if not self.knows(tensors):
-            self._places = _places(tensors)
+        if not self.knows(places):
+            self._places = list(places)
             self._chunks = [Chunk(g, self._replicas, self._codec) for g in _groups(tensors)]
-        told = tensors if values is None else values
-        for chunk, parts in zip(self._chunks, _groups(told), strict=True):
+        for chunk, parts in zip(self._chunks, _groups(tensors, values), strict=True):
             chunk.remember(parts)
 
     def average_(self, tensors: Sequence[Tensor]) -> int:
         """All replicas take the mean; the bytes of the code."""
-        num_bytes = self._send()
-        self._receive(tensors)
+        num_bytes = self._send(tensors)
+        self._receive(tensors, tensors)
         return num_bytes
 
     def begin_average(self, tensors: Sequence[Tensor]) -> tuple[Means, int]:
         """Start to make the mean, and the bytes of the code. Half of them are sent at once; the
         other half, the means of the parts, when it is asked for."""
-        num_bytes = self._send()
+        num_bytes = self._send(tensors)
 
         def wait() -> list[Tensor]:
             means = [torch.empty_like(flatten(tensor)) for tensor in tensors]
-            self._receive(means)
+            self._receive(tensors, means)
             return means
 
         return wait, num_bytes
 
     @torch.no_grad()
-    def _send(self) -> int:
-        for chunk in self._chunks:
-            chunk.send()
-        return sum(chunk.num_bytes for chunk in self._chunks)
+    def _send(self, tensors: Sequence[Tensor]) -> int:
+        groups = zip(self._chunks, _groups(tensors), strict=True)
+        return sum(chunk.send(parts) for chunk, parts in groups)
 
     @torch.no_grad()
-    def _receive(self, tensors: Sequence[Tensor]) -> None:
-        for chunk, parts in zip(self._chunks, _groups(tensors), strict=True):
+    def _receive(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        for chunk, parts in zip(self._chunks, _groups(tensors, into), strict=True):
             torch._foreach_copy_(parts, chunk.receive())
 
 
-def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
-
-
-def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Their elements in order, at most so many of a kind in a chunk."""
+def _groups(
+    tensors: Sequence[Tensor], values: Sequence[Tensor] | None = None
+) -> list[list[Tensor]]:
+    """Their elements in order, at most so many of a kind in a chunk; or those of `values`, cut as
+    the tensors would be."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for flat in map(flatten, tensors):
-        kinds.setdefault((flat.device, flat.dtype), []).extend(flat.split(CHUNK))
+    for tensor, value in zip(tensors, tensors if values is None else values, strict=True):
+        kinds.setdefault((tensor.device, tensor.dtype), []).extend(flatten(value).split(CHUNK))
     return [group for parts in kinds.values() for group in fill(parts, CHUNK)]

@@ -80,8 +80,9 @@ class Outer:
             self.begin()
             return
         for slow, mean in zip(self._slow, self._each[0], strict=True):
-            # What was frozen meanwhile must not go on by its momentum.
             slow.grad = slow.detach() - mean.detach() if mean.requires_grad else None
+            if not mean.requires_grad:  # frozen meanwhile: it must not go on by its momentum
+                local(slow).copy_(local(mean))
         self._advance()
         for movers in self._each:
             torch._foreach_copy_(_locals(movers), _locals(self._slow))
@@ -95,16 +96,18 @@ class Outer:
         slow = {local(p).data_ptr(): s for p, s in zip(self._each[0], self._slow, strict=True)}
         for mover, own in zip(self._each[0], self._slow, strict=True):
             own.grad = torch.zeros_like(own) if mover.requires_grad else None
+        goals = []
         for flat, mean in zip(flats, means, strict=True):
-            own = slow[flat.data_ptr()]
-            if self.is_apart:
-                flatten(local(own)).copy_(mean)
-            elif own.grad is not None:
-                flatten(local(own.grad)).copy_(flatten(local(own)) - mean)
+            known = slow.get(flat.data_ptr())  # none for what did not train when it was made
+            if known is not None and (self.is_apart or known.grad is None):
+                flatten(local(known)).copy_(mean)
+            elif known is not None and known.grad is not None:
+                flatten(local(known.grad)).copy_(flatten(local(known)) - mean)
+            goals.append(mean if known is None else flatten(local(known)))
         if not self.is_apart:
             self._advance()
         self.is_apart = False
-        return [flatten(local(slow[flat.data_ptr()])) for flat in flats]
+        return goals
 
     def _advance(self) -> None:
         self.optimizer.step()

@@ -14,7 +14,7 @@ from hdet.body import PARTS, Agreed, Body
 from hdet.codec import CODECS
 from hdet.fingerprint import fingerprint, fingerprints
 from hdet.flight import Flight
-from hdet.ledger import Ledger, Traders
+from hdet.ledger import Ledger, Places, Traders
 from hdet.outer import Make, Outer
 from hdet.replicas import Means, Replicas, Rows, local_replicas
 from hdet.shards import cut, layout, local, whole
@@ -46,6 +46,8 @@ class Parameters:
         if compress is not None and isinstance(replicas, Traders):
             self._ledger = Ledger(replicas, CODECS[compress])
         self._flight: Flight | None = None
+        self._sent_off: tuple[Agreed, Places] = ({}, [])
+        """What all agreed in then, and which parameters trained."""
         self._tail: list[Tensor] = []
         self._tail_steps = 0
 
@@ -170,19 +172,21 @@ class Parameters:
         `exact`."""
         if self._outer is not None:
             self._outer.hold()  # if its optimizer has skipped every step, as GradScaler does
-        moving = self._bodies[0].divided(("moving",), agreed)[0]
         ledger = None if exact else self._ledger
-        if ledger is not None and ledger.knows(moving):
-            others = [part for part in parts if part != "moving"]
-            num_bytes = ledger.average_(moving) + self._average_(fit, others, agreed)
+        body, others = self._bodies[0], [part for part in parts if part != "moving"]
+        differ = bool(body.divided(("moving",), agreed)[0])
+        if ledger is not None and differ and ledger.knows(body.moving_places):
+            # All of them: which ones differ may change from one cycle to the next.
+            num_bytes = ledger.average_(body.part("moving"))
+            num_bytes += self._average_(fit, others, agreed)
         else:
             num_bytes = self._average_(fit, parts, agreed)
         if self._outer is not None:
             self._outer.step()
-        if ledger is not None:
-            ledger.remember(moving)
-        else:
+        if ledger is None:
             self._forget_debts()
+        elif differ:
+            ledger.remember(body.moving_places, body.part("moving"))
         return num_bytes
 
     def _forget_debts(self) -> None:
@@ -209,16 +213,22 @@ class Parameters:
         reduced. The replicas train on meanwhile, until `land_`.
         """
         everyone = range(self._replicas.size)
-        # An outer optimizer moves also what all replicas agree in.
-        known = agreed if self._outer is None else {}
-        rows = [body.divided(("moving",), known)[0] for body in self._bodies]
+        if self._outer is not None:
+            self._outer.has_moved = False
+        # An outer optimizer moves also what all replicas agree in, and a ledger knows all or none.
+        everything = self._outer is not None or self._ledger is not None
+        self._sent_off = ({} if everything else agreed, list(self._bodies[0].moving_places))
+        rows = self._moving(self._sent_off[0])
         self._flight = Flight(rows, self._begin_average) if rows[0] else None
         num_bytes = 0 if self._flight is None else self._flight.num_bytes
         return num_bytes + self._average_(everyone, ("still", "buffers"), agreed)
 
+    def _moving(self, agreed: Agreed) -> Rows:
+        return [body.divided(("moving",), agreed)[0] for body in self._bodies]
+
     def _begin_average(self, rows: Rows) -> tuple[Means, int]:
-        if self._ledger is not None and self._ledger.knows(rows[0]):
-            return self._ledger.begin_average(rows[0])
+        if self._ledger is not None and self._ledger.knows(self._bodies[0].moving_places):
+            return self._ledger.begin_average(self._bodies[0].part("moving"))
         num_bytes = sum(flat.nbytes for flat in rows[0])
         return self._replicas.begin_average(rows), num_bytes
 
@@ -232,9 +242,15 @@ class Parameters:
         flight, self._flight = self._flight, None
         if flight is not None:
             self.refresh()
+            agreed, places = self._sent_off
+            is_same = places == self._bodies[0].moving_places
+            if is_same:  # unless something was frozen meanwhile
+                flight.follow(self._moving(agreed))
             goals = flight.land(None if self._outer is None else self._outer.leads_to)
-            if self._ledger is not None:
-                self._ledger.remember(flight.sent_from, goals)
+            if self._ledger is not None and is_same:
+                self._ledger.remember(places, self._bodies[0].part("moving"), goals)
+            else:
+                self._forget_debts()
 
     def abandon(self) -> None:
         """What was sent off is not wanted any more."""

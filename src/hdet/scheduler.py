@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -81,6 +81,9 @@ class HDET(LRScheduler):
     schedule.
     """
 
+    _diverged: bool
+    """Whether replicas may be apart."""
+
     def __init__(
         self,
         base: LRScheduler,
@@ -111,7 +114,7 @@ class HDET(LRScheduler):
             total = wrapped.total_steps if total_steps is None else total_steps
             named = None if knobs is None else tuple(flattened(knobs))
             # Snapshots of a guard would be another one's for whoever joins.
-            guards = None if guard == "auto" and self._comes_and_goes() else guard
+            guards = None if guard == "auto" and self._elastic is not None else guard
             given = Given(spread, sync_every, controller, scout, guards, named)
             settings = Settings(
                 **choose(
@@ -136,9 +139,6 @@ class HDET(LRScheduler):
             return wrapped, settings
 
         self._open(prepare, model, replicas, record)
-
-    def _comes_and_goes(self) -> bool:
-        return isinstance(self._replicas, TorchftReplicas)
 
     # The loop ------------------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class HDET(LRScheduler):
                 self._base.advance()
         self.last_epoch += 1
         self._parameters.note_step()
-        self._diverged |= self._can_diverge()
+        self._diverged = self._diverged or self._can_diverge()
         if self.last_epoch == self._lands_at:
             self._parameters.land_()
         if left < self._tail_steps and self._steering.is_spread():
             self._parameters.add_iterate()
-        ends = left == 0 or self._is_expected()
+        ends = left == 0 or (self._elastic is not None and self._is_expected())
         if ends:
             self._end_cycle(ran_with)
         self._write(everything=ends)
@@ -189,8 +189,8 @@ class HDET(LRScheduler):
         that is resumed from here. All replicas must call it.
         """
         self._refuse_while_visiting("converge()")
-        if isinstance(self._replicas, TorchftReplicas):
-            self._meet(self._replicas, None)
+        if self._elastic is not None:
+            self._meet(self._elastic, None)
             self._write(everything=True)
             return
         if self._replicas.size == 1:
@@ -241,10 +241,16 @@ class HDET(LRScheduler):
         if self._replicas.size == 1 or self._is_expected():
             yield
             return
-        with (
-            self._at_consensus(),
-            self._hands.at_centre(self._other_knobs(), self.last_epoch, self._base.momenta),
-        ):
+        with ExitStack() as inside:
+            try:
+                inside.enter_context(self._at_consensus())
+            except Interrupted as reason:
+                warnings.warn(
+                    f"{reason}. These are the weights of this replica alone.", stacklevel=3
+                )
+            inside.enter_context(
+                self._hands.at_centre(self._other_knobs(), self.last_epoch, self._base.momenta)
+            )
             self._visiting = True
             try:
                 yield
@@ -389,6 +395,8 @@ class HDET(LRScheduler):
     ) -> None:
         """Check everything on all replicas at once, then take the first values."""
         self._replicas = replicas or default_replicas()
+        self._elastic = self._replicas if isinstance(self._replicas, TorchftReplicas) else None
+        """Where replicas come and go."""
         try:
             self._base, self._settings = prepare()
             self.optimizer: Optimizer = self._base.optimizer
@@ -415,15 +423,15 @@ class HDET(LRScheduler):
         if model is not None:
             self._replicas.share_gradients(model, self._settings.gradients == "shared")
         self._modules = self._replicas.modules(model)
-        self._course = Course()
+        self._course: Course = Course()
         self._signal = LossSignal(len(self._replicas.local))
         self._cycle_watch = Stopwatch(self._device())
         self._probe_watches: dict[str, Stopwatch] = {}
         self._visiting = self._cut_short = False
         self._set_out()
         self._seek_refuge()
-        if isinstance(self._replicas, TorchftReplicas):
-            self._join(self._replicas)
+        if self._elastic is not None:
+            self._join(self._elastic)
         self._write(everything=True)
         self._guard_loading()
         if self._recorder is not None:
@@ -440,13 +448,17 @@ class HDET(LRScheduler):
             self._device(),
             self._base.momenta,
         )
-        hands = Hands(bind(self._settings.knobs, bench), self._replicas.local)
+        replicas = self._replicas  # not by way of this: a run must end with its last reference
+        hands = Hands(bind(self._settings.knobs, bench), lambda: replicas.local)
         steers = {"lr", *hands.settings()}
         self._optimizers = self._replicas.optimizers(self.optimizer, steers)
         return hands
 
     def _take_first_values(self) -> None:
         self._warned: set[str] = set()
+        self._held_back: list[tuple[dict[str, Any], Mapping[str, Stopwatch] | None, bool]] | None
+        self._held_back = None
+        """Lines of a meeting that may yet be undone."""
         self._lands_at: int | None = None
         """The step at which a converge that is under way is applied."""
         self._expedition: Expedition | None = None
@@ -524,7 +536,12 @@ class HDET(LRScheduler):
                 self.optimizer, self._model, self._parameters, self._counted
             )
         expedition = self._explore(
-            scout, self._model, total, late=late is not None, brief=scout.restart and told is None
+            scout,
+            self._model,
+            total,
+            late=late is not None,
+            brief=scout.restart and told is None,
+            stuck=told is not None and told.get("stuck", False),
         )
         if told is not None:
             expedition.search.load_state_dict(told)
@@ -557,6 +574,7 @@ class HDET(LRScheduler):
         *,
         late: bool = False,
         brief: bool = False,
+        stuck: bool = False,
     ) -> Expedition:
         """Around what was given; or, in mid-run, around the learning rates of now."""
         rates = self._steering.lrs(self._base.lrs) if late else self._base.peaks
@@ -572,6 +590,7 @@ class HDET(LRScheduler):
             shared=self._settings.gradients == "shared",
             late=late,
             brief=brief,
+            stuck=stuck,
         )
         self._steering.rest()
         return self._expedition
@@ -650,24 +669,25 @@ class HDET(LRScheduler):
         self._signal.set_out()
         self._begin_anew(cut_short=True)
         self._write_record(self._guard_line(f"{reason}: scouting from the first weights", 0, None))
-        self._explore(scout, self._model, self._settings.total_steps)
+        self._explore(scout, self._model, self._settings.total_steps, stuck=True)
 
     def _begin_or_return(self, expedition: Expedition, begin: Beginning) -> Beginning:
         """Where the given learning rate is to be kept: only what is far from it is a reason not to;
         before anything has gone wrong, only what is far lower."""
         if not expedition.scout.restart or expedition.late:
             return begin
-        second = self._second_start
-        gone_back = second is not None and second.has_gone_back
-        is_fault = is_far(begin.factor) and (gone_back or begin.factor < 1)
-        is_fault = is_fault and begin.why != NOTHING_FOUND
-        if is_fault or (gone_back and second is not None and not second.can_return):
+        second, stuck = self._second_start, expedition.stuck
+        is_fault = is_far(begin.factor) and (stuck or begin.factor < 1)
+        can_return = second is not None and second.can_return
+        if (is_fault and begin.why != NOTHING_FOUND) or (stuck and not can_return):
             self._seek_refuge()
             self._forget_first_weights()
             return begin
-        if gone_back and second is not None:
+        if second is not None and can_return:
             self._count_from(second.return_())
             self._forget_first_weights()
+        elif second is not None:
+            second.has_just_looked = True
         return Beginning(1.0, f"{begin.factor:.3g} is no reason to start again")
 
     def _forget_first_weights(self) -> None:
@@ -694,8 +714,8 @@ class HDET(LRScheduler):
     # The end of a cycle --------------------------------------------------------------------
 
     def _end_cycle(self, ran_with: list[float]) -> None:
-        if isinstance(self._replicas, TorchftReplicas):
-            self._meet(self._replicas, ran_with)
+        if self._elastic is not None:
+            self._meet(self._elastic, ran_with)
         else:
             self._close_cycle(ran_with)
 
@@ -756,7 +776,8 @@ class HDET(LRScheduler):
             return False
         loss, error = self._mean_loss(call)
         second.stuck.begin(call.first_loss, call.first_error)
-        if self._cut_short:  # what is left of a cycle after a look has little to gain
+        if second.has_just_looked:
+            second.has_just_looked = False
             return False
         reason = second.stuck.reason(loss, error)
         if reason is None or loss is None:
@@ -913,7 +934,7 @@ class HDET(LRScheduler):
 
     def _is_expected(self) -> bool:
         """Whether this replica has yet to meet the others: until then it is in nobody's spread."""
-        return isinstance(self._replicas, TorchftReplicas) and not self._replicas.have_met
+        return self._elastic is not None and not self._elastic.have_met
 
     def _join(self, replicas: TorchftReplicas) -> None:
         """Be ready to meet the others, and to be given the state of one of them."""
@@ -921,9 +942,10 @@ class HDET(LRScheduler):
         self._steering.rest()
 
     def _meet(self, replicas: TorchftReplicas, ran_with: list[float] | None) -> None:
-        """Whoever is there ends the cycle together; if one leaves meanwhile, it never was."""
+        """Whoever is there ends the cycle together, or only converges where it is no end; if one
+        leaves meanwhile, it never was."""
         replicas.convene()
-        undo, counted, before = self._parameters.keep(), self._counted(), self.last_epoch
+        undo, counted, self._held_back = self._parameters.keep(), self._counted(), []
         reason = "this replica was not to go on"
         try:
             members = replicas.call()
@@ -933,35 +955,52 @@ class HDET(LRScheduler):
                 self._close_cycle(ran_with)
         except Interrupted as error:
             reason = str(error)
+        finally:
+            lines, self._held_back = self._held_back, None
         if replicas.commit():
+            for line, watches, wait in lines:
+                self._write_record(line, watches, wait=wait)
             return
         undo()
         self._count_from(counted)
         self._steering.resize(replicas.size)
         self._begin_anew(cut_short=True)
         self._course.clear()
-        self._say_who(before, f"the converge was undone: {reason}")
+        self._diverged = True
+        self._say_who(f"the converge was undone: {reason}")
+        if self._is_over() and ran_with is not None:
+            self._meet(replicas, None)  # there is no next cycle to do it in
 
     def _take_in(self, members: Members) -> None:
-        """Others than before: the mean of those who have trained, and a new spread for all.
-
-        What they have seen in this cycle was seen in another spread, and is dropped.
+        """The mean of those who have trained together; and where there are others than before, a
+        new spread for all. What they have seen in this cycle was seen in another one, and is
+        dropped.
         """
         stopwatch = Stopwatch(self._device())
         weights = PARTS[:-1]
         call, verdict = self._call_up(*weights)
+        lost = tuple(verdict.excluded)
         verdict = verdict.without(dict.fromkeys(members.newcomers, "has just joined"))
         num_bytes = self._parameters.converge_(verdict.fit, weights, call.agreed)
+        if lost:
+            num_bytes += self._parameters.reseed_state_(verdict.fit[0], lost)
         stopwatch.mark()
         line = converge_line(self.last_epoch, verdict, num_bytes)
         self._write_record(line, {"converge": stopwatch}, wait=True)
+        if not members.have_changed:
+            self._begin_anew(cut_short=True)
+            return
+        self._steering.steer([None] * self._replicas.size, ())  # what decays goes on to decay
+        losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
+        if self._base.wants_metric and losses:
+            self._base.advance(fmean(losses))
         self._steering.resize(self._replicas.size)
         self._next_cycle()
-        self._say_who(self.last_epoch, f"{self._replicas.size} replicas take part")
+        self._say_who(f"{self._replicas.size} replicas take part")
 
-    def _say_who(self, step: int, text: str) -> None:
-        measures = {"replicas": self._replicas.size}
-        self._write_record({"event": "note", "step": step, "text": text, "measures": measures})
+    def _say_who(self, text: str) -> None:
+        line = {"event": "note", "step": self.last_epoch, "text": text}
+        self._write_record({**line, "measures": {"replicas": self._replicas.size}})
 
     # Guarding --------------------------------------------------------------------------------
 
@@ -1068,9 +1107,10 @@ class HDET(LRScheduler):
             if optimizer is not self.optimizer:
                 groups.write_learning_rates(optimizer, lrs)
                 groups.write_momenta(optimizer, self._base.momenta)
-        self._hands.turn(
-            self._other_knobs(), self.last_epoch, self._base.momenta, everything=everything
-        )
+        if everything or self._hands.are_scheduled:
+            self._hands.turn(
+                self._other_knobs(), self.last_epoch, self._base.momenta, everything=everything
+            )
 
     def _lrs_of(self, replica: int) -> list[float]:
         if self._expedition is None:
@@ -1088,7 +1128,9 @@ class HDET(LRScheduler):
         *,
         wait: bool = False,
     ) -> None:
-        if self._recorder is not None:
+        if self._recorder is not None and self._held_back is not None:
+            self._held_back.append((line, watches, wait))
+        elif self._recorder is not None:
             self._recorder.write(line, watches, wait=wait)
 
     def _device(self) -> torch.device:

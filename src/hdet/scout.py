@@ -436,7 +436,7 @@ class Search:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the rounds that were made; with other replicas from the first one on."""
-        self.used = state["used"]
+        self.used, self._brief = state["used"], state.get("brief", False)
         if state["grid"] == list(self._grid):
             self._seen = {place: Point(*point) for place, *point in state["seen"]}
             self._first, self._round = state["first"], state["round"]
@@ -449,6 +449,5 @@ class Search:
             self._close = [Point(*point) for point in state.get("close", [])]
             self._agreements = [Agreement(*pair) for pair in state.get("agreements", [])]
             self._outsets = list(state.get("outsets", []))
-            self._brief = state.get("brief", False)
         if self._rough is not None and self._fine_steps() < FEWEST_STEPS:
             self._end(self._rough, "the run has become too short to look closely")

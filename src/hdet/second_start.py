@@ -37,7 +37,8 @@ class SecondStart:
         self._first = state()
         self._left: Place | None = None
         """Where the run was when it went back."""
-        self.has_gone_back = False
+        self.has_just_looked = False
+        """Whether what is left of a cycle comes next, which has little to gain."""
 
     @property
     def can_return(self) -> bool:
@@ -48,7 +49,6 @@ class SecondStart:
         if not for_good:
             self._left = Place(self._parameters.snapshot(offload=True), self._state())
         self._parameters.restore_(self._outset.kept, draws=False)
-        self.has_gone_back = True
         return self._first
 
     def return_(self) -> State:

@@ -107,10 +107,7 @@ class Knob:
         return [known[level] for level in self.levels]
 
     def positions(self, factors: Sequence[float]) -> list[float]:
-        known: dict[float, float] = {}
-        for factor in factors:
-            if factor not in known:
-                known[factor] = self.about.space.position(factor)
+        known = {factor: self.about.space.position(factor) for factor in set(factors)}
         return [known[factor] for factor in factors]
 
     def _at(self, level: float) -> float:
@@ -262,9 +259,11 @@ class Steering:
         if pause is None and len(shown) < 2:
             pause = "fewer than two replicas with a finite score"
         means = {replica: fmean(row) for replica, row in shown.items()}
+        known = [errors[replica] for replica in means] if errors else []
+        told = list(means.values())
         moves = []
         for knob, slope, factors in zip(self.knobs, slopes, stood, strict=True):
-            moves.append(self._move(knob, slope, means, factors, errors, pause))
+            moves.append(self._move(knob, slope, told, factors, known, pause))
             knob.feel(slope)
         if getattr(self._controller, "relative", False):
             moves = self._against_each_other(moves)
@@ -296,7 +295,7 @@ class Steering:
         self,
         knob: Knob,
         slope: Slope | None,
-        means: Mapping[int, float],
+        means: Sequence[float],
         factors: Sequence[float],
         errors: Sequence[float | None],
         pause: str | None,
@@ -308,9 +307,9 @@ class Steering:
         return self._controller.update(
             knob.state,
             Evidence(
-                list(means.values()),
+                means,
                 factors,
-                [errors[r] for r in means] if errors else (),
+                errors,
                 knob.about.space,
                 knob.width,
                 slope,
