@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -332,6 +333,8 @@ SCOUT = hdet.Scout(decades=2, share=0.2)
 OPTIONS: dict[str, dict[str, Any]] = {
     "scout": {"scout": SCOUT, "probe": score, "spread": 0.0},
     "scout by losses": {"scout": SCOUT, "spread": 0.0},
+    # Goes on from the best replica, so all others take its weights and optimizer state.
+    "best replica": {"scout": replace(SCOUT, rewind=False), "probe": score, "spread": 0.0},
     "guard": {
         "guard": hdet.Guard(offload=True),
         "gradients": "local",

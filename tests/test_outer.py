@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
+from hdet.body import Body
+from hdet.outer import Outer
 from tests import toy
 from tests.processes import Processes
 
@@ -321,6 +323,27 @@ def skips(rank: int) -> list[Tensor]:
 def test_a_replica_that_skips_its_steps_follows_all_the_same(processes: Processes) -> None:
     one, other = processes(2, skips)
     check_equal(one, other)
+
+
+def test_two_parameters_in_one_place_make_one_step() -> None:
+    """As by `head.weight = nn.Parameter(embedding.weight)`, which torch does not know as tied."""
+    weights = []
+    for shared in (False, True):
+        model = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2)])
+        if shared:
+            model[1].data = model[0].data
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        (body,) = (Body(optimizer, model),)
+        outer = Outer(OUTER, optimizer, [body])
+        outer.hold()
+        with torch.no_grad():
+            model[0].add_(1.0)
+            if not shared:
+                model[1].add_(1.0)
+        outer.has_moved = True
+        outer.step()
+        weights.append([p.detach().clone() for p in model])
+    check_equal(*weights)
 
 
 def test_what_is_frozen_stays() -> None:

@@ -255,6 +255,14 @@ def test_a_run_that_is_saved_in_every_cycle_is_watched_all_the_same(tmp_path: Pa
     assert any("scouting" in line["reason"] for line in lines(tmp_path, "guard"))
 
 
+def test_a_stuck_run_starts_again_while_a_mean_is_under_way() -> None:
+    run = Run("stacked", lr=LOW, overlap=5, gradients="local").go(S)
+    assert run.scheduler.get_knobs()["lr/group0"] > 100
+    first, *others = [nn.utils.parameters_to_vector(m.parameters()) for m in run.modules()]
+    assert all(torch.equal(first, other) for other in others)
+    assert run.loss() < 0.5
+
+
 def test_a_look_stays_one_with_other_replicas() -> None:
     search = Search(RESTART, num_replicas=4, total_steps=S, brief=True)
     other = Search(RESTART, num_replicas=2, total_steps=S)

@@ -104,8 +104,7 @@ class Expedition:
         if best is None:
             self._parameters.restore_(self.camp)
         else:
-            targets = [r for r in range(self._replicas.size) if r != best]
-            self._parameters.follow_(best, targets)
+            self._parameters.select_(best)
         self._done = 0
 
     def interrupt(self) -> None:

@@ -112,6 +112,8 @@ class Hands:
     def __init__(self, handles: Sequence[Handle], local: Callable[[], range]) -> None:
         """`local` says which replicas live here; where they come and go it may change."""
         self._handles, self._find_local = handles, local
+        self.are_scheduled = any(handle.is_scheduled() for handle in handles)
+        """Whether there is something to turn at every step."""
         _check_apart(handles)
         for handle in handles:
             handle.check()
@@ -123,11 +125,6 @@ class Hands:
     def explored(self) -> list[Explored]:
         """What the decisions need to know of them."""
         return [Explored(h.name, h.space, h.spread, h.start) for h in self._handles]
-
-    @property
-    def are_scheduled(self) -> bool:
-        """Whether there is something to turn at every step."""
-        return any(handle.is_scheduled() for handle in self._handles)
 
     def settings(self) -> set[str]:
         """The entries of parameter groups that they write."""

@@ -80,9 +80,19 @@ class Outer:
             self.begin()
             return
         for slow, mean in zip(self._slow, self._each[0], strict=True):
-            slow.grad = slow.detach() - mean.detach() if mean.requires_grad else None
             if not mean.requires_grad:  # frozen meanwhile: it must not go on by its momentum
                 local(slow).copy_(local(mean))
+        both = zip(self._slow, self._each[0], strict=True)
+        pairs = [(slow, mean) for slow, mean in both if mean.requires_grad]
+        # What has changed is laid where the mean lies: there may be no room for another copy. Once,
+        # where two parameters lie in one place.
+        once = {local(mean).data_ptr(): (slow, mean) for slow, mean in pairs}
+        if once:
+            changes = _locals([mean for _, mean in once.values()])
+            torch._foreach_neg_(changes)
+            torch._foreach_add_(changes, _locals([slow for slow, _ in once.values()]))
+        for slow, mean in pairs:
+            slow.grad = mean.detach()
         self._advance()
         for movers in self._each:
             torch._foreach_copy_(_locals(movers), _locals(self._slow))

@@ -213,13 +213,14 @@ class Parameters:
         reduced. The replicas train on meanwhile, until `land_`.
         """
         everyone = range(self._replicas.size)
+        takes_off = bool(self._moving(agreed)[0])
         if self._outer is not None:
-            self._outer.has_moved = False
+            self._outer.has_moved, takes_off = False, True
         # An outer optimizer moves also what all replicas agree in, and a ledger knows all or none.
         everything = self._outer is not None or self._ledger is not None
         self._sent_off = ({} if everything else agreed, list(self._bodies[0].moving_places))
         rows = self._moving(self._sent_off[0])
-        self._flight = Flight(rows, self._begin_average) if rows[0] else None
+        self._flight = Flight(rows, self._begin_average) if takes_off else None
         num_bytes = 0 if self._flight is None else self._flight.num_bytes
         return num_bytes + self._average_(everyone, ("still", "buffers"), agreed)
 
@@ -328,8 +329,9 @@ class Parameters:
         self._forget_debts()
         restore(snapshot, self._bodies, self.outer, draws=draws)
 
-    def follow_(self, source: int, targets: Sequence[int]) -> None:
-        """Replicas take the weights, buffers and optimizer state of one."""
+    def select_(self, source: int) -> None:
+        """All replicas take the weights, buffers and optimizer state of one."""
+        targets = [replica for replica in range(self._replicas.size) if replica != source]
         rows = [[t for part in PARTS[:-1] for t in body.part(part)] for body in self._bodies]
         self._replicas.copy_(rows, source, targets)
         self.reseed_state_(source, targets)

@@ -163,7 +163,7 @@ class HDET(LRScheduler):
         left = self._steps_left(self.last_epoch + 1)
         ran_with = self._steering.base_lrs(self._base.lrs) if left == 0 else []
         if self._recorder is not None:
-            self._course.add(self.last_epoch, self.get_base_lr(), self._base.momenta)
+            self._course.add(self.last_epoch, self._centre, self._base.momenta)
         due = self._clock.due(self.last_epoch + 1)
         if self._is_over():
             self._overrun()
@@ -1100,8 +1100,20 @@ class HDET(LRScheduler):
 
     def _write(self, *, everything: bool = False) -> None:
         """Learning rates at every step; other knobs where they are scheduled, or all of them."""
-        self._lrs = [self._lrs_of(replica) for replica in self._replicas.local]
-        groups.write_learning_rates(self.optimizer, self.get_last_lr())
+        if everything:  # within a cycle only the base schedule moves
+            num = len(self._base.lrs)
+            places = [None, *self._replicas.local]
+            self._factors = [self._steering.factors_of_groups(place, num) for place in places]
+        base = self._steering.base_lrs(self._base.lrs)
+        self._centre, *self._lrs = [
+            [lr * factor for lr, factor in zip(base, factors, strict=True)]
+            for factors in self._factors
+        ]
+        if self._expedition is not None:
+            self._lrs = [self._lrs_of(replica) for replica in self._replicas.local]
+        groups.write_learning_rates(
+            self.optimizer, self._lrs[0] if len(self._lrs) == 1 else self._centre
+        )
         groups.write_momenta(self.optimizer, self._base.momenta)
         for optimizer, lrs in zip(self._optimizers, self._lrs, strict=True):
             if optimizer is not self.optimizer:
