@@ -29,16 +29,11 @@ class Base:
                 [float(group["max_lr"]) for group in entries],
                 [float(group["min_lr"]) for group in entries],
             )
+        self.wants_metric = isinstance(schedule, ReduceLROnPlateau)
+        """It is stepped once a cycle, with the mean loss of the cycle: that number is equal on all
+        replicas; their own losses would take them apart."""
         self._entries = groups.schedule_entries(self.optimizer)
         self._read()
-
-    @property
-    def wants_metric(self) -> bool:
-        """ReduceLROnPlateau is stepped once a cycle, with the mean loss of the cycle.
-
-        That number is equal on all replicas; their own losses would take them apart.
-        """
-        return isinstance(self.schedule, ReduceLROnPlateau)
 
     @property
     def total_steps(self) -> int | None:

@@ -171,17 +171,17 @@ def _error(
     """
     if noise.variance is None:
         return None, math.inf
-    parts = [(noise.variance / power, noise.freedom)]
+    total = noise.variance / power
+    doubt = total * total / noise.freedom
     num_batches = len(batches)
     if num_batches > 1:
         each = [_dot(column, batch) / power for batch in batches]
-        centre = fmean(each)
-        spread = math.fsum((slope - centre) ** 2 for slope in each) / (num_batches - 1)
-        parts.append((spread / num_batches, num_batches - 1.0))
-    total = math.fsum(square for square, _ in parts)
-    doubt = math.fsum(square * square / freedom for square, freedom in parts)
-    freedom = total * total / doubt if doubt else parts[0][1]
-    return math.sqrt(total), freedom
+        centre = sum(each) / num_batches
+        spread = sum([(slope - centre) ** 2 for slope in each])
+        spread /= (num_batches - 1) * num_batches
+        total += spread
+        doubt += spread * spread / (num_batches - 1)
+    return math.sqrt(total), total * total / doubt if doubt else noise.freedom
 
 
 def _left_over(columns: Sequence[list[float]]) -> list[list[float] | None]:

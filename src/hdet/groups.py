@@ -134,7 +134,13 @@ def read_momenta(base: LRScheduler) -> list[float] | None:
 
 def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
     for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        write_setting(group, ("betas", 0) if "betas" in group else ("momentum", None), momentum)
+        betas = group.get("betas")
+        if betas is None:
+            write_setting(group, ("momentum", None), momentum)
+        elif isinstance(betas[0], Tensor):
+            betas[0].fill_(momentum)
+        else:
+            group["betas"] = (momentum, *betas[1:])
 
 
 def _check_groups(optimizer: Optimizer, num: int) -> None:

@@ -54,7 +54,8 @@ class LossSignal:
         if not isinstance(loss, (Tensor, int, float)):
             raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
         # A copy: a captured graph writes every loss to the same place.
-        values = whole(torch.as_tensor(loss).detach()).clone()
+        given = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
+        values = whole(given.detach()).clone()
         if values.numel() != self._num_local:
             raise ValueError(
                 f"`loss` must hold {self._num_local} number(s), one for each replica of this "

@@ -152,9 +152,10 @@ class HDET(LRScheduler):
 
     def step(self, loss: Any = None) -> None:
         """Once for every attempted optimizer step, also for one that GradScaler skipped."""
-        self._refuse_while_visiting("step()")
+        if self._visiting:
+            self._refuse_while_visiting("step()")
         if loss is not None:
-            self.observe(loss)
+            self._signal.add(loss, 1.0)
         if self._recorder is not None:
             self._recorder.flush()
         if self._expedition is not None:
@@ -171,7 +172,8 @@ class HDET(LRScheduler):
             for _ in range(due):
                 self._base.advance()
         self.last_epoch += 1
-        self._parameters.note_step()
+        if self._settings.outer is not None:
+            self._parameters.note_step()
         self._diverged = self._diverged or self._can_diverge()
         if self.last_epoch == self._lands_at:
             self._parameters.land_()

@@ -253,7 +253,9 @@ class Steering:
         They are compared by `scores`, one for each batch of a probe, or else by their losses.
         """
         shown = _shown(losses, scores, fit)
-        stood = [[factors[r] for r in shown] for factors in (k.factors() for k in self.knobs)]
+        stood = [knob.factors() for knob in self.knobs]
+        if list(shown) != list(range(self._num_replicas)):  # most often everyone is
+            stood = [[factors[r] for r in shown] for factors in stood]
         slopes = self._fit(shown, stood)
         pause = self._pause(complete=len(shown) == len(fit) or scores is not None)
         if pause is None and len(shown) < 2:
