@@ -4,8 +4,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
 from hdet.elastic import TorchftReplicas
 from tests import reference, toy
+from tests.managers import States, managed
 from tests.processes import Processes
 
 T, LR, ALPHA = 4, 0.02, 0.25
@@ -37,35 +35,11 @@ class Moment(NamedTuple):
     weights: Tensor
 
 
-@contextmanager
-def managed(rank: int, lighthouse: str, model: nn.Module, optimizer: Any) -> Iterator[Any]:
-    warnings.simplefilter("ignore")  # whatever torchft has to say
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=2,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"replica_{rank}",
-        hostname="localhost",
-        init_sync=False,
-    )
-    manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
-    manager.register_state_dict_fn("optimizer", optimizer.load_state_dict, optimizer.state_dict)
-    try:
-        yield manager
-    finally:
-        manager.shutdown()
-        warnings.simplefilter("error")
+def states_of(model: nn.Module, optimizer: Any) -> States:
+    return {
+        "model": (model.load_state_dict, model.state_dict),
+        "optimizer": (optimizer.load_state_dict, optimizer.state_dict),
+    }
 
 
 def run(
@@ -81,7 +55,7 @@ def run(
     model = toy.toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     told: list[Moment] = []
-    with managed(rank, lighthouse, model, optimizer) as manager:
+    with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
         if together:  # torchft does not wait long for whoever is late
             dist.barrier()
         replicas = hdet.TorchftReplicas(manager)
@@ -310,7 +284,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 def decays(rank: int, lighthouse: str) -> tuple[list[float], float, list[str]]:
     model = toy.toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    with managed(rank, lighthouse, model, optimizer) as manager:
+    with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
         dist.barrier()
         replicas = hdet.TorchftReplicas(manager)
         scheduler = hdet.HDET(
@@ -369,7 +343,7 @@ def refused(rank: int, lighthouse: str) -> list[str]:
     model = toy.toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     told = []
-    with managed(rank, lighthouse, model, optimizer) as manager:
+    with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
         for options in (
             {"gradients": "shared"},
             {"guard": hdet.Guard()},

@@ -3,14 +3,12 @@
 import copy
 import os
 import warnings
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +19,7 @@ import hdet
 from hdet.body import Body
 from hdet.outer import Outer
 from tests import toy
+from tests.managers import States, managed
 from tests.processes import Processes
 
 T, S = 5, 32  # the last two steps are in a cycle that never ends
@@ -62,36 +61,15 @@ def ours(rank: int, outer: bool, **options: Any) -> list[Tensor]:
 
 
 def torchft_diloco(rank: int, lighthouse: str) -> list[Tensor]:
-    warnings.simplefilter("ignore")  # whatever torchft has to say
-    from torchft.local_sgd import DiLoCo
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
     model = toy.toy(torch.float32)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
-        load_state_dict=model.load_state_dict,
-        state_dict=model.state_dict,
-        min_replica_size=2,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"replica_{rank}",
-        hostname="localhost",
-        init_sync=False,
-    )
-    try:
+    states: States = {"model": (model.load_state_dict, model.state_dict)}
+    with managed(rank, lighthouse, states) as manager:
+        from torchft.local_sgd import DiLoCo
+
         optimizer = inner(model)
         slow = OUTER(list(model.parameters()))
         with DiLoCo(manager, [model], optimizer, slow, sync_every=T):
             train(rank, model, optimizer)
-    finally:
-        manager.shutdown()
-        warnings.simplefilter("error")
     return [p.detach() for p in model.parameters()]
 
 

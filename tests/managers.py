@@ -1,0 +1,43 @@
+"""Torchft's managers for tests: a replica group of one process, under a lighthouse of the test."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+States = dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]]
+"""How to load and how to save what a replica that joins is given."""
+
+
+@contextmanager
+def managed(rank: int, lighthouse: str, states: States) -> Iterator[Any]:
+    warnings.simplefilter("ignore")  # whatever torchft has to say
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{rank}",
+        hostname="localhost",
+        init_sync=False,
+    )
+    for name, (load, save) in states.items():
+        manager.register_state_dict_fn(name, load, save)
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+        warnings.simplefilter("error")
