@@ -7,7 +7,7 @@ the others find out at the end, and the meeting never was: they have their weigh
 
 import pickle
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -157,12 +157,6 @@ class TorchftReplicas(Wired):
                 bucket.store()
             sent += wire.nbytes
         return sent
-
-    def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
-        return ()
-
-    def pool(self, rows: Tensor) -> Tensor:
-        return rows[:, None]
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
         """They are always local."""

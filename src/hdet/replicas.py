@@ -92,12 +92,10 @@ class Replicas(Protocol):
         """Switch the averaging of gradients over the replicas on or off."""
 
 
-class OneReplica:
-    """A run without other processes: nothing to average with, and nobody to ask."""
+class OneHere:
+    """What all engines with one replica in a process have in common, if it is there as a whole."""
 
-    size = parts = 1
-    part = 0
-    local = range(1)
+    parts, part = 1, 0
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]
@@ -110,11 +108,18 @@ class OneReplica:
     def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
         return ()
 
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
     def pool(self, rows: Tensor) -> Tensor:
         return rows[:, None]
+
+
+class OneReplica(OneHere):
+    """A run without other processes: nothing to average with, and nobody to ask."""
+
+    size = 1
+    local = range(1)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
 
     def gather_objects(self, description: Any) -> list[Any]:
         return [description]
@@ -138,10 +143,9 @@ class OneReplica:
         pass
 
 
-class Wired(ABC):
+class Wired(OneHere, ABC):
     """One replica in each process, and a wire between them, on which tensors travel in buckets."""
 
-    parts, part = 1, 0
     size: int
     local: range
 
@@ -152,14 +156,6 @@ class Wired(ABC):
     @abstractmethod
     def begin_reduce(self, wire: Tensor, op: Any) -> Any:
         """Start to reduce a tensor over all replicas, in place; what to `wait()` for."""
-
-    def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
-        return [model]
-
-    def optimizers(
-        self, optimizer: Optimizer, steers: Collection[str] | None = None
-    ) -> Sequence[Optimizer]:
-        return [optimizer]
 
     def are_finite(self, rows: Rows) -> Tensor:
         # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
@@ -323,7 +319,7 @@ class ProcessReplicas(Wired):
 
     def pool(self, rows: Tensor) -> Tensor:
         if self._inside is None:
-            return rows[:, None]
+            return super().pool(rows)
         return torch.stack(self._all(rows, self._inside, self.parts), dim=1).to(rows.device)
 
     def _all(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:

@@ -179,7 +179,8 @@ class HDET(LRScheduler):
             self._parameters.land_()
         if left < self._tail_steps and self._steering.is_spread():
             self._parameters.add_iterate()
-        ends = left == 0 or (self._elastic is not None and self._is_expected())
+        # One that has yet to meet the others is in nobody's spread: not for longer than a step.
+        ends = left == 0 or (self._elastic is not None and not self._elastic.have_met)
         if ends:
             self._end_cycle(ran_with)
         self._write(everything=ends)
@@ -240,7 +241,8 @@ class HDET(LRScheduler):
         run resumes bit for bit, call `converge()` instead. All replicas must enter it.
         """
         self._refuse_while_visiting("consensus()")
-        if self._replicas.size == 1 or self._is_expected():
+        has_met = self._elastic is None or self._elastic.have_met
+        if self._replicas.size == 1 or not has_met:
             yield
             return
         with ExitStack() as inside:
@@ -933,10 +935,6 @@ class HDET(LRScheduler):
         return apart and self._replicas.size > 1
 
     # Replicas that come and go -------------------------------------------------------------------
-
-    def _is_expected(self) -> bool:
-        """Whether this replica has yet to meet the others: until then it is in nobody's spread."""
-        return self._elastic is not None and not self._elastic.have_met
 
     def _join(self, replicas: TorchftReplicas) -> None:
         """Be ready to meet the others, and to be given the state of one of them."""
