@@ -1,19 +1,25 @@
 """What scout, probe and guard cost a run, in time.
 
-    python -m benchmarks.cost [--quick] [--data FOLDER] [--out FILE]
+    python -m benchmarks.cost [--quick] [--data FOLDER] [--out FILE]      stacked replicas
+    python -m benchmarks.cost --processes [--data FOLDER] [--out FILE]    DDP; into the same file
 
-The language model of the settling benchmark on stacked replicas, and one of the size of GPT-2 small
-(`large`), by the library itself: with a plain schedule, with scout and guard, and with a probe
-besides. The cost of a run is the share of its time that its scout took, plus whatever its rest
-took longer than the same steps of the plain run. All kinds of runs were begun once before, so that
-nobody is charged for what a process does once (loading kernels, choosing algorithms),
-and AdamW is fused, as one would have it on a GPU: in a scout eight of them step instead of one. The
-runs take turns, so that a machine that gets slower slows all; a turn is compared with that of the
-plain run beside it, and the one in the middle counts, so that a hiccup of the machine does not.
+The language model of the settling benchmark on stacked replicas, the same in a run of 10 000 steps
+(`long`), and one of the size of GPT-2 small (`large`), by the library itself: with a plain
+schedule, with scout and guard, and with a probe besides. The cost of a run is the share of its time
+that its scout took, plus whatever its rest took longer than the same steps of the plain run. All
+kinds of runs were begun once before, so that nobody is charged for what a process does once
+(loading kernels, choosing algorithms), and AdamW is fused, as one would have it on a GPU: in a
+scout eight of them step instead of one. After their scouts the runs take turns at every step, so
+that a machine that gets slower slows all; rounds of 50 steps are compared with those of the plain
+run beside them, and the one in the middle counts, so that a hiccup of the machine does not. With
+--processes a smaller model is trained by two gloo processes under DDP, whose replicas step no
+slower in a scout than outside.
 """
 
 import argparse
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,68 +27,93 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks import confirm, methods, tasks
-from benchmarks.settle import ENTRIES, RESULTS, write_result
+from benchmarks.models import Size
+from benchmarks.settle import ENTRIES, RESULTS, made_with, plain_json
 from benchmarks.tasks import Plan, Task
 
 ROUND, ROUNDS, FEW = 50, 12, 7
-"""Steps of one run before another has its turn, and how many turns after the scout (few of a large
-model). The rest of a run is like them."""
+"""Steps of a round, and how many rounds after the scout (few of a large model, and of a long run).
+The rest of a run is like them."""
+LONG = 10_000
+PROCESSES = 2
+UNDER_DDP = Plan("AdamW", 1500, 16, 2e-3, Size(256, 64, 4, 4, 192))
 
 
 class Timed:
     """One run by the library, in pieces, with the time of every piece."""
 
-    def __init__(self, task: Task, plan: Plan, **how: Any) -> None:
-        net = task.model(0)
+    def __init__(self, task: Task, plan: Plan, how: dict[str, Any]) -> None:
         self._task, self._batch = task, task.batches([0])
-        self._replicas = hdet.StackedReplicas(net, methods.N)
-        fused = torch.cuda.is_available()
+        net, fused = task.model(0), torch.cuda.is_available()
         own = torch.optim.AdamW(net.parameters(), plan.middle, weight_decay=0.01, fused=fused)
-        self._optimizer = self._replicas.optimizer(own)
-        base = OneCycleLR(self._optimizer, plan.middle, total_steps=plan.steps)
+        self._optimizer: torch.optim.Optimizer = own
+        self._losses: Callable[[Tensor], Tensor]
+        model, replicas = net, None
+        if dist.is_initialized():
+            model = DistributedDataParallel(net)
+            self._losses = lambda tokens: task.loss(model, tokens)
+        else:
+            replicas = hdet.StackedReplicas(net, methods.N)
+            self._optimizer = replicas.optimizer(own)
+            self._losses = lambda tokens: replicas.losses(task.loss, tokens)
         self._scheduler = hdet.HDET(
-            base,
-            model=net,
-            replicas=self._replicas,
+            OneCycleLR(self._optimizer, plan.middle, total_steps=plan.steps),
+            model=model,
+            replicas=replicas,
             sync_every=methods.SYNC_EVERY,
             spread=0.0,
             controller=None,
             **how,
             preset="paper",
         )
-        self._sync: Callable[[], None] = (
-            torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-        )
-        self._step = 0
-        self.times: list[float] = []
-        """Of every round."""
+        self.steps = 0
 
-    def advance(self, num: int) -> None:
-        self._sync()
-        begin = time.perf_counter()
-        for _ in range(num):
-            self._one_step()
-        self._sync()
-        self.times.append(time.perf_counter() - begin)
+    def scout(self) -> float:
+        """Until it is over; the seconds it took."""
+
+        def steps() -> None:
+            while self._scheduler.is_scouting:
+                self._one_step()
+
+        return seconds(steps)
+
+    def advance(self) -> float:
+        """One step; the seconds it took."""
+        return seconds(self._one_step)
 
     def _one_step(self) -> None:
-        (tokens,) = self._batch(torch.tensor([self._step]))
+        (tokens,) = self._batch(torch.tensor([self.steps]))
+        mine = tokens[0]
+        if dist.is_initialized():
+            mine = mine.chunk(PROCESSES)[dist.get_rank()]
         self._optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
-            losses: Tensor = self._replicas.losses(self._task.loss, tokens[0])
+        with torch.autocast("cuda", torch.bfloat16, enabled=mine.is_cuda):
+            losses = self._losses(mine)
         losses.sum().backward()
         self._optimizer.step()
         self._scheduler.step(losses.detach())
-        self._step += 1
+        self.steps += 1
+
+
+def seconds(call: Callable[[], None]) -> float:
+    """Until the device is idle again, from when it was."""
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    begin = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - begin
 
 
 def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
-    first = int(hdet.Scout().share * plan.steps)
     guarded = {"scout": hdet.Scout(), "guard": hdet.Guard()}
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -90,52 +121,91 @@ def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
         "probe": {**guarded, "probe": task.probe},
     }
     for how in kinds.values():
-        Timed(task, plan, **how).advance(first + 1)
-    runs = {name: Timed(task, plan, **how) for name, how in kinds.items()}
-    pieces = [first, *[ROUND] * min(rounds, (plan.steps - first) // ROUND)]
-    for place, num in enumerate(pieces):
-        for run in runs.values():
-            run.advance(num)
-        print(f"\r{place + 1} of {len(pieces)} rounds", end="", flush=True)
+        begun = Timed(task, plan, how)
+        begun.scout()
+        begun.advance()
+    runs = {name: Timed(task, plan, how) for name, how in kinds.items()}
+    scouts = {name: run.scout() for name, run in runs.items()}
+    took = {name: run.steps for name, run in runs.items()}
+    rounds = min(rounds, (plan.steps - max(took.values())) // ROUND)
+    times = {name: [0.0] * rounds for name in runs}
+    for place in range(rounds):
+        for _ in range(ROUND):
+            for name, run in runs.items():
+                times[name][place] += run.advance()
+        print(f"\r{place + 1} of {rounds} rounds", end="", flush=True)
     print()
-    plain = runs.pop("plain").times[1:]
-    turns = (plan.steps - first) / ROUND
+    plain = times.pop("plain")
     numbers = {}
-    for name, run in runs.items():
-        scout = run.times[0]
-        longer = turns * median(mine - its for mine, its in zip(run.times[1:], plain, strict=True))
-        whole = scout + turns * median(plain) + longer
-        numbers[f"{name}_scout_pct"] = 100 * scout / whole
+    for name, own in times.items():
+        turns = (plan.steps - took[name]) / ROUND
+        longer = turns * median(mine - its for mine, its in zip(own, plain, strict=True))
+        whole = scouts[name] + turns * median(plain) + longer
+        numbers[f"{name}_scout_steps_pct"] = 100 * took[name] / plan.steps
+        numbers[f"{name}_scout_pct"] = 100 * scouts[name] / whole
         numbers[f"{name}_rest_pct"] = 100 * longer / whole
-        numbers[f"{name}_cost_pct"] = 100 * (scout + longer) / whole
+        numbers[f"{name}_cost_pct"] = 100 * (scouts[name] + longer) / whole
     return numbers
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, a short run")
-    parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    entry = ENTRIES["language, AdamW"]
-    plans = {"": (entry.full, ROUNDS), "large_": (confirm.FULL, FEW)}
-    if options.quick:
-        plans = {"": (entry.quick, ROUNDS)}
+def stacked(plans: dict[str, tuple[Plan, int]], data: Path | None) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
     device = torch.device("cuda" if on_gpu else "cpu")
     numbers: dict[str, float] = {}
     for size, (plan, rounds) in plans.items():
-        task = tasks.language(plan, options.data and Path(options.data), device)
+        task = tasks.language(plan, data, device)
         numbers |= {f"{size}{name}": n for name, n in measured(task, plan, rounds).items()}
-    told = {
-        "headline": numbers,
-        "settings": {"plans": [list(plan) for plan, _ in plans.values()], "replicas": methods.N},
-    }
+    settings = {"plans": [list(plan) for plan, _ in plans.values()], "replicas": methods.N}
+    return {"headline": numbers, "settings": settings}
+
+
+def under_ddp(data: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_work, (folder, data), PROCESSES)
+        numbers = json.loads(Path(folder, "told.json").read_text())
+    settings = {"plan": list(UNDER_DDP), "processes": PROCESSES}
+    return {"numbers": numbers, "settings": settings}
+
+
+def _work(rank: int, folder: str, data: Path | None) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
+    numbers = measured(tasks.language(UNDER_DDP, data, torch.device("cpu")), UNDER_DDP, FEW)
+    if rank == 0:
+        Path(folder, "told.json").write_text(json.dumps(numbers))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, a short run")
+    parser.add_argument("--processes", action="store_true", help="two of them, instead of stacked")
+    parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    data, entry = options.data and Path(options.data), ENTRIES["language, AdamW"]
     out = options.out or RESULTS / ("cost.quick.json" if options.quick else "cost.json")
-    write_result(out, told)
-    for name, value in numbers.items():
+    told = json.loads(out.read_text()) if out.exists() else {}
+    if options.processes:
+        told["ddp"] = {**under_ddp(data), **made_with()}
+    else:
+        plans = {
+            "": (entry.full, ROUNDS),
+            "long_": (entry.full._replace(steps=LONG), FEW),
+            "large_": (confirm.FULL, FEW),
+        }
+        told |= stacked({"": (entry.quick, ROUNDS)} if options.quick else plans, data)
+        told |= made_with()
+    others = {k: v for k, v in told.get("headline", {}).items() if not k.startswith("ddp_")}
+    ddp = told.get("ddp", {}).get("numbers", {})
+    told["headline"] = {**others, **{f"ddp_{name}": value for name, value in ddp.items()}}
+    out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
+    for name, value in told["headline"].items():
         print(f"{name}: {value:.3g}")
 
 

@@ -16,8 +16,12 @@ those of other libraries, and writes its file.
 With --gpu the same parts are timed on one CUDA device, each until the device is idle: one replica
 under DDP with NCCL, with which nothing is averaged, and stacked replicas, whose average counts in
 full. Nothing there runs beside anything else, so the sum of parts is more than hdet adds to a step
-that keeps the device busy: that is told by steps without waiting, by turns ("side_by_side"). Host
-syncs are what CUDA's own debug mode reports. Each command keeps what the others have written.
+that keeps the device busy: there its Python runs while the device works, and only what it launches
+counts. So steps are also made without waiting, and events tell how long the device is at hdet's
+own work ("device"), and after how many steps it had not yet come to it when the host was done
+("ahead"). Where that is all of them, "busy" is the ratio that is left; "side_by_side" is that of
+the times themselves, by turns, which vary by more. Host syncs are what CUDA's own debug mode
+reports. Each command keeps what the others have written.
 """
 
 import argparse
@@ -49,7 +53,7 @@ from benchmarks.settle import RESULTS, made_with, plain_json, write_result
 from hdet.knobs import LearningRate, explored_rates
 from hdet.steering import Steering
 
-PROCESSES, STACKED, CYCLE = 2, 8, 10
+PROCESSES, STACKED, CYCLE, FEW_STEPS = 2, 8, 10, 3
 LENGTHS = (10, 100, 1000)
 WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
 """What makes the host wait for a device."""
@@ -85,6 +89,10 @@ class Loop:
         self.steps: list[float] = []
         self.calls: list[float] = []
         self.ends: list[float] = []
+        self.device: list[float] = []
+        """How long the device was at each call, without waiting."""
+        self.ahead: list[bool] = []
+        """Whether the device had yet to come to it when the host was done."""
 
     def step(self) -> None:
         begin = time.perf_counter()
@@ -100,14 +108,26 @@ class Loop:
 
     def window(self) -> float:
         """Seconds for a step between two cycles when nothing waits for the device."""
+        marks: list[tuple[Any, Any]] = []
 
         def steps() -> None:
             for _ in range(CYCLE - 1):
-                self._advance(self._train())
+                loss = self._train()
+                before = mark()
+                self._advance(loss)
+                marks.append((before, mark()))
+                # The first steps after a wait have nothing to run ahead of.
+                if len(marks) > FEW_STEPS and marks[-1][1] is not None:
+                    self.ahead.append(not marks[-1][1].query())
 
         taken = seconds(steps)
         self._advance(self._train())
         wait()
+        self.device += [
+            1e-3 * before.elapsed_time(after)
+            for before, after in marks[FEW_STEPS:]
+            if before is not None
+        ]
         return taken / (CYCLE - 1)
 
     def waits(self) -> float:
@@ -132,6 +152,15 @@ class Loop:
             self.schedule.step(loss)
         else:
             self.schedule.step()
+
+
+def mark() -> Any:
+    """A point in what the device does; none where there is no such device."""
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def waits_of(call: Callable[[], Any]) -> dict[str, int]:
@@ -324,6 +353,9 @@ def measure_pair(
         loop.window()  # compiles
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     side_by_side, averages = [], []
+    for loop in (plain, ours):
+        loop.device.clear()
+        loop.ahead.clear()
     for _ in range(settings.rounds):
         for loop in (plain, ours):
             for _ in range(CYCLE):
@@ -335,6 +367,9 @@ def measure_pair(
     told = {
         "over_plain": ratios(parts),
         "side_by_side": median(side_by_side),
+        "ahead": sum(ours.ahead) / max(len(ours.ahead), 1),
+        "device": median(ours.device or [0.0]) - median(plain.device or [0.0]),
+        **busy(parts, ours, plain),
         "host_syncs_per_step": ours.waits(),
         "host_syncs_of_an_item": ours.control(),
         "seconds": {**parts, "average": median(averages)},
@@ -343,14 +378,34 @@ def measure_pair(
     return told
 
 
+def busy(parts: dict[str, float], ours: Loop, plain: Loop) -> dict[str, Any]:
+    """The ratios where the host is always ahead: then it is the device that takes its time."""
+    if not ours.ahead or not all(ours.ahead):
+        return {}
+    own = median(ours.device) - median(plain.device)
+    end = parts["end"] - parts["between"]
+    step = parts["step"]
+    return {"busy": {f"t{length}": 1 + (own + end / length) / step for length in LENGTHS}}
+
+
 def gpu_headline(told: dict[str, Any]) -> dict[str, float]:
-    return {
-        f"h200_{engine}_{length}_over_plain": told[engine]["over_plain"][length]
-        for engine in ("ddp", "stacked")
-        for length in ("t100", "t1000")
-    } | {
-        f"h200_{e}_host_syncs_per_step": told[e]["host_syncs_per_step"] for e in ("ddp", "stacked")
-    }
+    return (
+        {
+            f"h200_{engine}_{length}_over_plain": told[engine]["over_plain"][length]
+            for engine in ("ddp", "stacked")
+            for length in ("t100", "t1000")
+        }
+        | {
+            f"h200_{e}_host_syncs_per_step": told[e]["host_syncs_per_step"]
+            for e in ("ddp", "stacked")
+        }
+        | {
+            f"h200_{engine}_{length}_busy": told[engine]["busy"][length]
+            for engine in ("ddp", "stacked")
+            for length in ("t100", "t1000")
+            if "busy" in told[engine]
+        }
+    )
 
 
 # The decision --------------------------------------------------------------------------------

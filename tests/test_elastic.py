@@ -307,11 +307,11 @@ def decays(rank: int, lighthouse: str) -> tuple[list[float], float, list[str]]:
                 scheduler.step(loss.detach())
 
         go_on(T + 1)
-        (knob,) = scheduler._steering.knobs
+        (knob,) = scheduler._run.steering.knobs
         wanted, own = knob.factors(), optimizer.param_groups[0]["weight_decay"]
-        cycle = scheduler._steering.cycle
+        cycle = scheduler._run.steering.cycle
         scheduler.converge()
-        assert scheduler._steering.cycle == cycle
+        assert scheduler._run.steering.cycle == cycle
         assert knob.factors() == wanted
         told: list[str] = []
         if rank == 2:

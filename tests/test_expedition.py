@@ -318,8 +318,8 @@ def test_checkpoints_that_always_come_too_early_do_not_keep_the_run_from_trainin
         run.go(5)
         run.scheduler.converge()
         lrs = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
-        assert (run.scheduler._expedition is None) == (len(lrs) == 1)
-    assert run.scheduler._expedition is None
+        assert (run.scheduler._run.expedition is None) == (len(lrs) == 1)
+    assert run.scheduler._run.expedition is None
     assert not torch.equal(run.weights()[0], before[0])
 
 
@@ -328,7 +328,7 @@ def test_a_run_that_never_scouted_does_not_begin_to_in_the_middle() -> None:
     run.scheduler.converge()
     other = Run("stacked")
     other.scheduler.load_state_dict(run.scheduler.state_dict())
-    assert other.scheduler._expedition is None
+    assert other.scheduler._run.expedition is None
 
 
 def test_a_run_that_has_scouted_does_not_scout_again_after_a_resume() -> None:
@@ -348,9 +348,9 @@ def test_a_longer_run_plays_the_rest_of_its_schedule_over_what_is_left() -> None
     run.scheduler.converge()
     other = Run("stacked", total=2 * S)
     other.scheduler.load_state_dict(run.scheduler.state_dict())
-    assert other.scheduler._clock.base_step == run.scheduler._clock.base_step
+    assert other.scheduler._run.clock.base_step == run.scheduler._run.clock.base_step
     other.go(2 * S - 60)
-    assert other.scheduler._clock.base_step == 2 * S
+    assert other.scheduler._run.clock.base_step == 2 * S
 
 
 def loaded() -> tuple[Run, list[Tensor]]:
@@ -425,6 +425,17 @@ def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:
     assert all(map(torch.equal, run.vectors(), before))
     run.go(3)
     assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
+def test_what_all_set_out_from_is_scored_once() -> None:
+    calls = []
+
+    def counted(model: Any) -> Tensor:
+        calls.append(1)
+        return score(model)
+
+    Run("stacked", probe=hdet.Probe(counted, tail=0.0)).go(STEPS)
+    assert len(calls) == N + 1
 
 
 def test_it_may_go_on_from_the_best_replica(tmp_path: Path) -> None:

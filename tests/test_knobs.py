@@ -326,7 +326,7 @@ def test_the_step_of_a_compiled_optimizer_is_compiled_once() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*`lr_scheduler.step..` before.*")
         for _ in range(10):
-            for knob in scheduler._steering.knobs:
+            for knob in scheduler._run.steering.knobs:
                 knob.state = knob.state._replace(scale=knob.state.scale * 0.99)
             model(torch.randn(5, 3)).square().sum().backward()
             step()
@@ -457,7 +457,7 @@ def test_more_knobs_than_replicas_can_tell_apart_take_turns() -> None:
         run = Run(knobs, controller=hdet.Tracker())
     rested = []
     for _ in range(4):
-        rested.append([k.name for k in run.scheduler._steering.knobs if not k.is_spread()])
+        rested.append([k.name for k in run.scheduler._run.steering.knobs if not k.is_spread()])
         run.go(T)
     assert sorted(name for names in rested for name in names) == [
         "eps",
@@ -539,7 +539,7 @@ def test_paper_steers_every_knob_by_its_softmax() -> None:
     parts = [batch(T - 1, replica) for replica in range(4)]
     x, y = (torch.cat(each) for each in zip(*parts, strict=True))
     losses = run.ensemble.losses(run.loss, x, y)
-    sums = run.scheduler._signal.rows()[:, 0] * (T - 1) + losses.detach()
+    sums = run.scheduler._run.signal.rows()[:, 0] * (T - 1) + losses.detach()
     run.go(1)
     weights = (-(sums / T) / 0.01).softmax(0).tolist()
     pull = math.fsum(w * v for w, v in zip(weights, values, strict=True)) - sum(values) / 4

@@ -44,6 +44,16 @@ def test_a_place_that_is_written_again_and_being_asked_leave_no_trace() -> None:
     torch.testing.assert_close(quiet.rows()[:, 2], jumps.sqrt())
 
 
+def test_losses_may_differ_in_kind() -> None:
+    signal = LossSignal(1)
+    kinds = [torch.tensor([1.0]), torch.tensor(2.0, dtype=torch.float64), 3, torch.tensor([[4]])]
+    for loss in kinds:
+        signal.add(loss, 1.0)
+    ((mean, count, error),) = signal.rows().tolist()
+    assert (mean, count) == (2.5, 4)
+    assert error == pytest.approx((3 / (2 * 3 * 4)) ** 0.5, rel=1e-14)  # three jumps of one
+
+
 def test_no_step_within_a_cycle_reads_a_value_back() -> None:
     """A tensor on the meta device has no value: whoever asks for it raises an error."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)

@@ -89,7 +89,15 @@ def test_every_file_says_what_it_is_for() -> None:
 
 
 def test_the_scheduler_does_not_know_which_engine_it_has() -> None:
-    for room in ("scheduler", "one_cycle", "parameters", "roll_call", "steering"):
+    for room in (
+        "scheduler",
+        "one_cycle",
+        "run",
+        "scouting",
+        "cycle_end",
+        "parameters",
+        "roll_call",
+    ):
         text = (SOURCE / f"{room}.py").read_text().lower()
         assert "stacked" not in text
         assert "processreplicas" not in text

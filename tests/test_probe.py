@@ -84,13 +84,13 @@ def test_replicas_are_compared_by_their_scores(monkeypatch: pytest.MonkeyPatch) 
     """By what each scores with its own weights, in eval mode, before the converge."""
     run = Run(hdet.Probe(score, tail=0.0))
     seen: list[Any] = []
-    steer = run.scheduler._steering.steer
+    steer = run.scheduler._run.steering.steer
 
     def spy(losses: Any, fit: Any, errors: Any, scores: Any) -> Any:
         seen.append(scores)
         return steer(losses, fit, errors, scores)
 
-    monkeypatch.setattr(run.scheduler._steering, "steer", spy)
+    monkeypatch.setattr(run.scheduler._run.steering, "steer", spy)
     run.go(T - 1)
     losses = run.ensemble.losses(loss, *data(T - 1, 16))
     run.optimizer.zero_grad()
@@ -188,7 +188,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(5)
     run = Run(look, num=2, controller=None)  # half of the cycle by default
     iterates: list[list[list[Tensor]]] = []
-    add = run.scheduler._parameters.add_iterate
+    add = run.scheduler._run.parameters.add_iterate
 
     def spy() -> None:
         iterates.append(
@@ -196,7 +196,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
         )
         add()
 
-    monkeypatch.setattr(run.scheduler._parameters, "add_iterate", spy)
+    monkeypatch.setattr(run.scheduler._run.parameters, "add_iterate", spy)
     run.go(T)
     assert len(iterates) == T // 2
     for replica in range(2):
@@ -298,7 +298,7 @@ def test_scores_that_are_no_numbers_are_told_and_move_nothing() -> None:
     run = Run(lambda model: score(model) * math.nan, num=3)
     with pytest.warns(UserWarning, match=r"replica.s. \[0, 1, 2\] is not finite at step 4"):
         run.go(T)
-    (knob,) = run.scheduler._steering.knobs
+    (knob,) = run.scheduler._run.steering.knobs
     assert knob.state.scale == 1.0
 
 
@@ -402,7 +402,7 @@ def test_a_probe_makes_training_losses_unnecessary() -> None:
         losses.sum().backward()
         run.optimizer.step()
         run.scheduler.step()
-    assert run.scheduler._steering.cycle == 10
+    assert run.scheduler._run.steering.cycle == 10
 
 
 def test_scores_of_different_number_are_refused(processes: Processes) -> None:

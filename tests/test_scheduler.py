@@ -763,7 +763,7 @@ def ends_by_itself(rank: int) -> bool:
     gc.disable()
     try:
         scheduler = hdet.HDET(base, model=model, knobs=knobs, scout=None, sync_every=2)
-        replicas = weakref.ref(scheduler._replicas)
+        replicas = weakref.ref(scheduler._run.replicas)
         for step in range(4):
             optimizer.zero_grad()
             loss = toy.loss_of(model, step, rank)

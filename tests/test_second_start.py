@@ -152,7 +152,7 @@ def test_a_run_that_gets_on_has_lost_one_look(tmp_path: Path) -> None:
     assert torch.equal(run.weights(), before)
     assert run.scheduler.last_epoch <= 0.025 * S  # one sweep
     assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
-    assert run.scheduler._second_start is not None
+    assert run.scheduler._scouting.second_start is not None
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
     assert not lines(tmp_path, "guard")
@@ -164,9 +164,9 @@ def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Pat
     run = Run("stacked", lr=GOOD, record=tmp_path, guard=None)
     run.go(3 * SYNC)
     before, scale = run.weights(), run.scheduler.get_knobs()
-    second = run.scheduler._second_start
+    second = run.scheduler._scouting.second_start
     assert second is not None
-    run.scheduler._start_again(second, "by hand", for_good=False)
+    run.scheduler._scouting.start_again(second, "by hand", for_good=False)
     for _ in range(S):
         if run.scheduler.is_scouting:
             run.step()
@@ -187,7 +187,7 @@ def test_what_is_far_worse_than_the_first_weights_is_nothing_to_come_back_to(
 
 def test_replicas_that_were_apart_come_back_as_one() -> None:
     run = Run("stacked", lr=GOOD, spread=0.3, scout="restart", total=1200)
-    second = run.scheduler._second_start
+    second = run.scheduler._scouting.second_start
     assert second is not None
     second.stuck.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
     run.go(2 * SYNC)  # the first is cut short by the look
@@ -202,12 +202,12 @@ def test_replicas_that_were_apart_come_back_as_one() -> None:
 def test_late_in_a_run_nothing_goes_back() -> None:
     """However long its cycles are."""
     run = Run("stacked", lr=GOOD, sync_every=150)
-    second = run.scheduler._second_start
+    second = run.scheduler._scouting.second_start
     assert second is not None
     second.stuck.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
     run.go(S)
     assert not run.scheduler.is_scouting
-    assert run.scheduler._second_start is None
+    assert run.scheduler._scouting.second_start is None
 
 
 def test_a_run_too_short_for_its_scout_is_refused_at_once() -> None:
@@ -273,7 +273,7 @@ def test_a_look_stays_one_with_other_replicas() -> None:
 def test_a_resumed_run_has_no_first_weights_to_go_back_to() -> None:
     run = Run("stacked", lr=GOOD).go(SYNC)
     run.scheduler.load_state_dict(run.scheduler.state_dict())
-    assert run.scheduler._second_start is None
+    assert run.scheduler._scouting.second_start is None
 
 
 def test_one_replica_says_that_it_cannot() -> None:

@@ -180,6 +180,6 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a value is summed in: half precision in float32, odd integers in int64."""
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return torch.float32 if dtype.itemsize < 4 else dtype
     return dtype if dtype in (torch.int32, torch.int64, torch.uint8) else torch.int64

@@ -49,27 +49,23 @@ def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
     would be multiplied in again at every step. Tensors are put aside and come back as the same
     objects, since a compiled optimizer step holds on to them.
     """
-    aside = [{"lr": group["lr"], **_tensor_momentum(group)} for group in optimizer.param_groups]
+    aside = []
     for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        kept = {"lr": group["lr"]}
+        betas, momentum = group.get("betas"), group.get("momentum")
+        # What a schedule that cycles momenta would replace by numbers.
+        if betas is not None and isinstance(betas[0], Tensor):
+            kept["betas"] = betas
+        if isinstance(momentum, Tensor):
+            kept["momentum"] = momentum
         group["lr"] = lr
+        aside.append(kept)
     return aside
 
 
 def put_back(optimizer: Optimizer, aside: Aside) -> None:
     for group, kept in zip(optimizer.param_groups, aside, strict=True):
         group.update(kept)
-
-
-def _tensor_momentum(group: dict[str, Any]) -> dict[str, Any]:
-    """What a schedule that cycles momenta would replace by numbers."""
-    kept = {}
-    for key in ("betas", "momentum"):
-        value = group.get(key)
-        if isinstance(value, Tensor) or (
-            value and isinstance(value, tuple) and isinstance(value[0], Tensor)
-        ):
-            kept[key] = value
-    return kept
 
 
 def schedule_entries(optimizer: Optimizer) -> list[dict[str, Any]]:

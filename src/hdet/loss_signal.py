@@ -53,34 +53,26 @@ class LossSignal:
             raise ValueError(f"`weight` must be a finite number above 0, got {weight!r}.")
         if not isinstance(loss, (Tensor, int, float)):
             raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
-        # A copy: a captured graph writes every loss to the same place.
         given = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
-        values = whole(given.detach()).clone()
+        if given.requires_grad:
+            given = given.detach()
+        # A copy: a captured graph writes every loss to the same place.
+        values = whole(given).clone()
         if values.numel() != self._num_local:
             raise ValueError(
                 f"`loss` must hold {self._num_local} number(s), one for each replica of this "
                 f"process, got shape {tuple(values.shape)}."
             )
-        if self._waiting and not self._is_like(values, weight):
+        if weight != self._waiting_weight:
             self._add_up()
+            self._waiting_weight = weight
         self._waiting.append(values)
-        self._device = values.device
-        self._waiting_weight = weight
-        self._first = values if self._first is None else self._first
+        if self._first is None:
+            self._first, self._device = values, values.device
         self._weight += weight
         self.num_observed += 1
         if len(self._waiting) == TOGETHER:
             self._add_up()
-
-    def _is_like(self, values: Tensor, weight: float) -> bool:
-        """Whether it can be added up with those that wait."""
-        other = self._waiting[-1]
-        return (weight, values.shape, values.dtype, values.device) == (
-            self._waiting_weight,
-            other.shape,
-            other.dtype,
-            other.device,
-        )
 
     def _add_up(self) -> None:
         """Those that wait into the sums."""
@@ -89,7 +81,7 @@ class LossSignal:
     def _with_waiting(self) -> Totals | None:
         if not self._waiting:
             return self._totals
-        rows = _exact(torch.stack(self._waiting).view(len(self._waiting), -1))
+        rows = _exact(_rows(self._waiting))
         known = self._totals or Totals(
             torch.zeros_like(rows[0]), torch.zeros_like(rows[0]), rows[0]
         )
@@ -113,6 +105,14 @@ class LossSignal:
         counts = torch.full_like(means, num)
         scale = 2 * (num - 1) * num if num > 1 else math.nan
         return torch.stack([means, counts, (totals.jumps / scale).sqrt()], dim=1)
+
+
+def _rows(losses: list[Tensor]) -> Tensor:
+    """One row for each: they may differ in type, shape and device, if the loop says so."""
+    if len({(loss.shape, loss.dtype, loss.device) for loss in losses}) > 1:
+        device = losses[-1].device
+        losses = [_exact(loss.to(device).reshape(-1)) for loss in losses]
+    return torch.stack(losses).view(len(losses), -1)
 
 
 def _exact(values: Tensor) -> Tensor:

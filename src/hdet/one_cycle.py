@@ -71,7 +71,7 @@ class OneCycleHDET(HDET):
         record: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        def prepare() -> tuple[Base, Settings]:
+        def prepare(_: Replicas) -> tuple[Base, Settings]:
             check_flag("auto_lr", auto_lr)
             _check_rates(max_lr, div_factor, final_div_factor)
             base = Base(
@@ -123,8 +123,8 @@ class OneCycleHDET(HDET):
 
         self._open(prepare, model, replicas, record)
 
-    def _taken_over(self) -> Cycle | None:
-        return self._base.cycle
+    def _taken_over(self, base: Base) -> Cycle | None:
+        return base.cycle
 
 
 def _one_cycle(*arguments: Any) -> OneCycleLR:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.body import PARTS, Agreed, Body
+from hdet.buckets import wire_dtype
 from hdet.codec import CODECS
 from hdet.fingerprint import fingerprint, fingerprints
 from hdet.flight import Flight
@@ -18,7 +19,7 @@ from hdet.ledger import Ledger, Places, Traders
 from hdet.outer import Make, Outer
 from hdet.replicas import Means, Replicas, Rows, local_replicas
 from hdet.shards import cut, layout, local, whole
-from hdet.snapshot import Snapshot, restore, take
+from hdet.snapshot import Snapshot, restore, show, take
 from hdet.validation import check_integer, check_range
 
 _PERTURBED = "_hdet_perturbed"
@@ -112,13 +113,13 @@ class Parameters:
         None if a replica has no gradients, or none that are finite.
         """
         self.refresh()
-        rows = [[_gradient(p) for p in body.steered()] for body in self._bodies]
+        rows = [_gradients(body.steered()) for body in self._bodies]
         alone = self._squares(rows)
         everyone = self._replicas.gather(alone)
         if not bool((everyone.isfinite() & (everyone > 0)).all()):
             return None
         self._replicas.average_(rows, range(self._replicas.size), once=True)
-        return float(everyone.mean()), float(self._squares(rows)[0])
+        return float(everyone.mean()), float(self._squares(rows[:1])[0])
 
     def _squares(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """Of the norm of each local replica's tensors, over all processes that it consists of."""
@@ -299,6 +300,7 @@ class Parameters:
         kept = [tensor.clone() for tensor in own]
 
         def undo() -> None:
+            self.refresh()
             _copy_all(own, kept)
 
         return undo
@@ -338,13 +340,13 @@ class Parameters:
 
     @contextmanager
     def visit_snapshot(self, snapshot: Snapshot) -> Iterator[None]:
-        """What was kept inside, every replica's own tensors again after it."""
-        own = self.snapshot()
-        self.restore_(snapshot)
+        """The weights and buffers that were kept inside, every replica's own again after it."""
+        undo = self.keep()
+        show(snapshot, self._bodies)
         try:
             yield
         finally:
-            self.restore_(own)
+            undo()
 
     def begin_anew(self) -> None:
         """A new cycle: whatever was noted of the last one is void.
@@ -389,11 +391,14 @@ class Parameters:
         return [tensor.detach() for body in self._bodies for tensor in body.part("moving")]
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """A copy of it; nothing where there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(local(parameter))
-    return local(parameter.grad).to_dense().detach().clone()
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of them, in float32 at least; nothing where there is none."""
+    return [
+        torch.zeros_like(local(p), dtype=wire_dtype(p.dtype))
+        if p.grad is None
+        else local(p.grad).to_dense().detach().to(wire_dtype(p.grad.dtype), copy=True)
+        for p in parameters
+    ]
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
@@ -402,8 +407,9 @@ def _square(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     home = tensors[0].device
     exact = torch.float32 if home.type == "mps" else torch.float64
-    sums = [tensor.abs().to(exact).square().sum().to(home) for tensor in tensors]
-    return torch.stack(sums).sum()
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    norms = torch._foreach_norm(real)  # a few launches for all
+    return torch.stack([norm.to(home) for norm in norms]).to(exact).square().sum()
 
 
 @torch.no_grad()

@@ -146,13 +146,15 @@ def score_replicas(
     cycle: int,
     seed: int,
     fresh: bool = False,
+    alike: bool = False,
 ) -> Tensor:
     """Every replica of this process scores the same batches. Leaves no trace in the run.
 
     One row for each: its scores, lower is better, padded with nan, then which batches it saw.
     Replicas that are `fresh` have trained for a few steps only: their running statistics do not
-    tell anything yet, and normalisation takes those of the batch. `pool` asks all processes that
-    a replica consists of (`Replicas.pool`); replicas that share a parameter run `together`.
+    tell anything yet, and normalisation takes those of the batch. Of replicas that are `alike`
+    one scores for all. `pool` asks all processes that a replica consists of (`Replicas.pool`);
+    replicas that share a parameter run `together`.
     """
     device = next(iter(modules[0].parameters())).device
     rows = []
@@ -162,7 +164,7 @@ def score_replicas(
         sound = pool(finite).flatten(1).all(1).tolist()
     with _same_draws(device, seed, cycle):
         batches = None if probe.batches is None else probe.take(cycle, sync_every, seed)
-        for place, module in enumerate(modules):
+        for place, module in enumerate(modules[:1] if alike else modules):
             who = (
                 nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
             )
@@ -176,7 +178,7 @@ def score_replicas(
                 seen.check()
                 row = _row(scores, probe.mode, seen, device)
                 rows.append(row if sound[place] else _lost_row(device))
-    return torch.stack(rows)
+    return torch.stack(rows * len(modules) if alike else rows)
 
 
 def _is_finite(module: nn.Module) -> Tensor:

@@ -36,6 +36,17 @@ def converge_line(step: int, verdict: Triage, num_bytes: int) -> dict[str, Any]:
     }
 
 
+def guard_line(step: int, reason: str, back_to: int, factor: float | None) -> dict[str, Any]:
+    """Why a run was taken back, to which step, and what its scale was multiplied by."""
+    return {
+        "event": "guard",
+        "step": step,
+        "reason": reason,
+        "back_to": back_to,
+        "factor": factor,
+    }
+
+
 def cycle_line(
     cycle: int,
     names: Sequence[str],

@@ -19,6 +19,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of it, as after a loss over several processes; everyone who has a shard must ask."""
+    if type(tensor) is Tensor:  # asked at every step
+        return tensor
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

@@ -28,10 +28,14 @@ class Snapshot(NamedTuple):
     """What an outer optimizer keeps."""
 
     def has_the_weights_of(self, other: "Snapshot") -> bool:
-        return all(
-            mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+        if [list(mine) for mine in self.weights] != [list(theirs) for theirs in other.weights]:
+            return False
+        same = [
+            (tensor == theirs[name]).all()
             for mine, theirs in zip(self.weights, other.weights, strict=True)
-        )
+            for name, tensor in mine.items()
+        ]
+        return bool(torch.stack([one.to(same[0].device) for one in same]).all()) if same else True
 
 
 class Away(NamedTuple):
@@ -92,15 +96,9 @@ def restore(
 
     Learning rates are written by whoever steers. What was not there yet is left alone.
     """
+    show(snapshot, bodies)
     copies: dict[int, Any] = {}
     for place, body in enumerate(bodies):
-        for kept, named in (
-            (snapshot.weights[place], body.shards()),
-            (snapshot.buffers[place], body.buffers()),
-        ):
-            pairs = [(named[n].detach(), t) for n, t in kept.items() if n in named]
-            if pairs:
-                torch._foreach_copy_([own for own, _ in pairs], [t for _, t in pairs])
         body.optimizer.state.clear()
         for key, value in snapshot.states[place].items():
             if id(value) not in copies:
@@ -123,6 +121,16 @@ def restore(
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, device)
+
+
+@torch.no_grad()
+def show(snapshot: Snapshot, bodies: Sequence[Body]) -> None:
+    """The weights and buffers that were kept; optimizers know nothing of it."""
+    for weights, buffers, body in zip(snapshot.weights, snapshot.buffers, bodies, strict=True):
+        for kept, named in ((weights, body.shards()), (buffers, body.buffers())):
+            pairs = [(named[n].detach(), t) for n, t in kept.items() if n in named]
+            if pairs:
+                torch._foreach_copy_([own for own, _ in pairs], [t for _, t in pairs])
 
 
 def _away(value: Any) -> Any:

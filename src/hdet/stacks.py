@@ -66,5 +66,4 @@ def copy_rows_(targets: Sequence[Row], source: Row) -> None:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    exact = tensor.dtype if tensor.is_complex() else wire_dtype(tensor.dtype)
-    return tensor if tensor.dtype == exact else tensor.to(exact)
+    return tensor.to(wire_dtype(tensor.dtype))

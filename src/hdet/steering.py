@@ -174,6 +174,10 @@ class Steering:
     def is_spread(self) -> bool:
         return any(knob.is_spread() for knob in self.knobs)
 
+    def scales(self) -> dict[str, float]:
+        """The centre of every knob."""
+        return {knob.name: knob.state.scale for knob in self.knobs}
+
     def fan_out(self) -> None:
         """Give every replica its place in the spread of every knob (paper, eqs. 1 and 9)."""
         if self._design == "permutation":

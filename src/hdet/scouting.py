@@ -1,0 +1,245 @@
+"""A run while its replicas scout: they set out, come back, and begin with what was found."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hdet.expedition import Expedition, scout_line
+from hdet.growth import peak_of
+from hdet.preset import unfit_for_scouts
+from hdet.record import guard_line
+from hdet.roll_call import RollCall
+from hdet.run import Run
+from hdet.scout import NOTHING_FOUND, Beginning, Scout, check_room
+from hdet.second_start import SecondStart
+from hdet.stuck import is_far
+
+
+class Scouting:
+    """Sends the replicas of a run out, at its beginning, when it is stuck, or when asked to."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.second_start: SecondStart | None = None
+        """The way back to the first weights, as long as it may be needed."""
+
+    def set_out(self, told: Mapping[str, Any] | None = None) -> None:
+        """Start to scout, or go on with a search that a checkpoint has told of."""
+        run = self._run
+        late = None if told is None else told.get("late")
+        scout = run.settings.scout if late is None else Scout(**late["scout"])
+        if run.expedition is not None:
+            self._end_scout(run.expedition)
+        self.forget_first_weights()
+        if scout is None or run.model is None or (run.step > 0 and told is None):
+            return
+        if run.replicas.size == 1:
+            run.warn_once("scout", "`scout` needs several replicas: the learning rate is kept.")
+            return
+        total = run.settings.total_steps if late is None else late["total_steps"]
+        if scout.restart and told is None:
+            check_room(scout, num_replicas=run.replicas.size, total_steps=total)
+            self.second_start = SecondStart(run.optimizer, run.model, run.parameters, run.counted)
+        expedition = self._explore(
+            scout,
+            run.model,
+            total,
+            late=late is not None,
+            brief=scout.restart and told is None,
+            stuck=told is not None and told.get("stuck", False),
+        )
+        if told is not None:
+            expedition.search.load_state_dict(told)
+            if expedition.search.is_over:
+                self._conclude(expedition)
+
+    def fit_to_scout(self, scout: Scout) -> tuple[nn.Module, int | None]:
+        """The model and the steps that are left, if a scout can be made in mid-run."""
+        run = self._run
+        problem = unfit_for_scouts(run.base, run.model)
+        if run.takes_over is not None:
+            problem = (
+                "`scout_again()` is for hdet.HDET: the paper's controller has its own schedule"
+            )
+        elif run.expedition is not None:
+            problem = "`scout_again()` must wait until the replicas have scouted"
+        elif run.replicas.size == 1:
+            problem = "`scout_again()` needs several replicas, got one"
+        if problem is not None or run.model is None:
+            raise RuntimeError(f"{problem}.")
+        total = run.settings.total_steps
+        left = None if total is None else max(total - run.step, 0)
+        check_room(scout, num_replicas=run.replicas.size, total_steps=left)
+        return run.model, left
+
+    def again(self, asked: Scout, model: nn.Module, left: int | None) -> None:
+        """In mid-run, from the weights of now."""
+        self.forget_first_weights()
+        self._run.signal.set_out()
+        self._explore(asked, model, left, late=True)
+
+    def interrupt(self, expedition: Expedition) -> None:
+        """Everyone comes back in the middle of a round, as before a checkpoint."""
+        expedition.interrupt()
+        self._run.begin_anew(cut_short=True)
+        if expedition.search.is_over:
+            self._conclude(expedition)
+        self._run.write(everything=True)
+
+    def _explore(
+        self,
+        scout: Scout,
+        model: nn.Module,
+        total_steps: int | None,
+        *,
+        late: bool = False,
+        brief: bool = False,
+        stuck: bool = False,
+    ) -> Expedition:
+        """Around what was given; or, in mid-run, around the learning rates of now."""
+        run = self._run
+        rates = run.steering.lrs(run.base.lrs) if late else run.base.peaks
+        run.expedition = Expedition(
+            scout,
+            run.optimizer,
+            model,
+            run.parameters,
+            run.replicas,
+            total_steps,
+            rates=rates,
+            kind=type(run.optimizers[0]).__name__,
+            shared=run.settings.gradients == "shared",
+            late=late,
+            brief=brief,
+            stuck=stuck,
+        )
+        run.steering.rest()
+        return run.expedition
+
+    def step(self, expedition: Expedition) -> None:
+        run = self._run
+        run.step += 1
+        run.diverged = True
+        search, probe = expedition.search, run.settings.probe
+        left = expedition.steps_left() - 1
+        if probe is not None and left < probe.tail_steps(search.num_steps):
+            run.parameters.add_iterate()
+        if probe is None and left == search.num_steps // 2:
+            run.signal.clear()  # judged by the second half of a round
+        if expedition.advance():
+            self._end_round(expedition)
+        run.write(everything=True)
+
+    def _end_round(self, expedition: Expedition) -> None:
+        run = self._run
+        search = expedition.search
+        try:
+            call = self._score_round(search.num_steps)
+            if call.scores is None:
+                call.require_losses(run.step)
+            expedition.judge(call, self._score_outset(expedition, call))
+        except Exception:  # what there was before is not lost
+            run.parameters.restore_(expedition.camp)
+            if self.second_start is not None and self.second_start.can_return:
+                run.count_from(self.second_start.return_())
+            self.forget_first_weights()
+            run.begin_anew(cut_short=True)
+            self._end_scout(expedition)
+            raise
+        expedition.come_back()
+        run.signal.set_out()
+        run.begin_anew(cut_short=True)
+        self._conclude(expedition)
+
+    def _score_round(self, num_steps: int, *, alike: bool = False) -> RollCall:
+        # The same batches in all rounds.
+        probed = self._run.probe(cycle=0, sync_every=num_steps, fresh=True, alike=alike)
+        return self._run.roll_call(probed=probed)
+
+    def _score_outset(self, expedition: Expedition, call: RollCall) -> RollCall | None:
+        """By the same batches, once."""
+        if call.scores is None or expedition.search.outset is not None:
+            return None
+        self._run.parameters.forget_iterates()
+        with self._run.parameters.visit_snapshot(expedition.camp):
+            return self._score_round(expedition.search.num_steps, alike=True)
+
+    def _conclude(self, expedition: Expedition) -> None:
+        """If the search is over, begin the run with what was found."""
+        run = self._run
+        search, begin = expedition.search, None
+        peaks = dict(zip(run.base.names, expedition.rates, strict=True))
+        if search.is_over:
+            begin = search.begin_with(peak=peak_of(self._mean_share(expedition)))
+            begin = self._begin_or_return(expedition, begin)
+            if begin.why == NOTHING_FOUND:
+                run.warn_once(
+                    "scout",
+                    f"the scout found no learning rate to prefer ({search.reason}): it begins with "
+                    f"{begin.factor:.3g} times the given one. A `probe=` tells more than losses.",
+                )
+            run.steering.rescale(begin.factor)
+            run.clock.scouted(run.step)
+            self._end_scout(expedition)
+        run.write_record(scout_line(run.step, search, peaks, begin))
+
+    def start_again(self, second: SecondStart, reason: str, *, for_good: bool) -> None:
+        """The run is stuck: scout from its first weights, and see whether its learning rate is the
+        fault. With `for_good` there is nothing to come back to."""
+        run = self._run
+        scout = run.settings.scout
+        assert scout is not None
+        assert run.model is not None
+        run.count_from(second.go_back(for_good=for_good))
+        run.course.clear()
+        run.signal.set_out()
+        run.begin_anew(cut_short=True)
+        run.write_record(
+            guard_line(run.step, f"{reason}: scouting from the first weights", 0, None)
+        )
+        self._explore(scout, run.model, run.settings.total_steps, stuck=True)
+
+    def _begin_or_return(self, expedition: Expedition, begin: Beginning) -> Beginning:
+        """Where the given learning rate is to be kept: only what is far from it is a reason not to;
+        before anything has gone wrong, only what is far lower."""
+        if not expedition.scout.restart or expedition.late:
+            return begin
+        second, stuck = self.second_start, expedition.stuck
+        is_fault = is_far(begin.factor) and (stuck or begin.factor < 1)
+        can_return = second is not None and second.can_return
+        if (is_fault and begin.why != NOTHING_FOUND) or (stuck and not can_return):
+            self._run.seek_refuge()
+            self.forget_first_weights()
+            return begin
+        if second is not None and can_return:
+            self._run.count_from(second.return_())
+            self.forget_first_weights()
+        elif second is not None:
+            second.has_just_looked = True
+        return Beginning(1.0, f"{begin.factor:.3g} is no reason to start again")
+
+    def forget_first_weights(self) -> None:
+        if self.second_start is not None:
+            self.second_start.close()
+        self.second_start = None
+
+    def _mean_share(self, expedition: Expedition) -> float | None:
+        """Of what is left of the base schedule, in units of what the scout has looked around; none
+        unless all processes agree, who may not all know it."""
+        run = self._run
+        share = run.base.mean_share(run.settings.total_steps)
+        now = run.base.share_of_now() if expedition.late else 1.0
+        share = share / now if share is not None and now else None
+        rows = [[math.nan if share is None else share]] * len(run.replicas.local)
+        pooled = run.replicas.pool(torch.tensor(rows, dtype=torch.float64)).flatten(1)
+        shares = run.replicas.gather(pooled).flatten().tolist()
+        return shares[0] if all(other == shares[0] for other in shares) else None
+
+    def _end_scout(self, expedition: Expedition) -> None:
+        run = self._run
+        expedition.close(shared=run.settings.gradients == "shared")
+        run.expedition = None
+        run.steering.fan_out()
