@@ -1,6 +1,8 @@
 """Replicas that come and go, by torchft's own lighthouse and managers."""
 
+import copy
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,15 +51,23 @@ def run(
     meddle: Callable[[TorchftReplicas], None] = lambda replicas: None,
     *,
     together: bool = True,
+    shared: bool = False,
     **options: Any,
 ) -> list[Moment]:
-    """Train as long as it is to go on, and tell of every step."""
-    model = toy.toy()
+    """Train as long as it is to go on, and tell of every step; `shared` as torchft's examples do,
+    whose DDP and optimizer ask at every step who is there."""
+    model: nn.Module = toy.toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    stepped: Any = optimizer
     told: list[Moment] = []
     with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
         if together:  # torchft does not wait long for whoever is late
             dist.barrier()
+        if shared:
+            import torchft
+
+            model = torchft.DistributedDataParallel(manager, model)
+            stepped = torchft.Optimizer(manager, optimizer)
         replicas = hdet.TorchftReplicas(manager)
         meddle(replicas)
         scheduler = hdet.HDET(
@@ -66,15 +76,14 @@ def run(
             replicas=replicas,
             preset="paper",
             spread=ALPHA,
-            gradients="local",
-            sync_every=T,
-            **{"controller": None, **options},
+            gradients="shared" if shared else "local",
+            **{"controller": None, "sync_every": T, **options},
         )
         while goes_on(told):
-            optimizer.zero_grad()
+            stepped.zero_grad()  # one that is healed knows its step after this
             loss = toy.loss_of(model, scheduler.last_epoch, rank)
             loss.backward()
-            optimizer.step()
+            stepped.step()
             scheduler.step(loss.detach())
             told.append(
                 Moment(
@@ -109,7 +118,7 @@ def pool() -> Iterator[Processes]:
 # One that leaves ----------------------------------------------------------------------------------
 
 
-def expected(leaves_at: int, steps: int) -> list[Tensor]:
+def expected(leaves_at: int, steps: int, *, shared: bool) -> list[Tensor]:
     """As a plain loop: three replicas, then two, who find out when they meet again. The first step
     is without a spread."""
     models = [toy.toy() for _ in range(3)]
@@ -121,6 +130,9 @@ def expected(leaves_at: int, steps: int) -> list[Tensor]:
             optimizers[place].param_groups[0]["lr"] = LR * factors[place]
             optimizers[place].zero_grad()
             toy.loss_of(models[place], step, place).backward()
+        if shared:
+            share_gradients([models[place] for place in here])
+        for place in here:
             optimizers[place].step()
         if step == 0 or (step + 1) % T == 0:
             reference.average([models[place] for place in here])
@@ -129,14 +141,24 @@ def expected(leaves_at: int, steps: int) -> list[Tensor]:
     return told
 
 
-def leaves(rank: int, lighthouse: str, leaves_at: int, steps: int) -> list[Moment]:
+def share_gradients(models: list[nn.Module]) -> None:
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
+        for parameter in same:
+            parameter.grad = mean.clone()
+
+
+def leaves(rank: int, lighthouse: str, leaves_at: int, steps: int, shared: bool) -> list[Moment]:
     last = leaves_at if rank == 2 else steps
-    return run(rank, lighthouse, lambda told: len(told) < last)
+    return run(rank, lighthouse, lambda told: len(told) < last, shared=shared)
 
 
-def test_one_leaves_and_the_others_spread_out_again(pool: Processes, lighthouse: str) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_leaves_and_the_others_spread_out_again(
+    pool: Processes, lighthouse: str, shared: bool
+) -> None:
     leaves_at, steps = 2 * T, 5 * T
-    first, second, gone = pool(3, leaves, lighthouse, leaves_at, steps)
+    first, second, gone = pool(3, leaves, lighthouse, leaves_at, steps, shared)
     assert len(gone) == leaves_at
     for one, other in zip(first, second, strict=True):
         assert one.lrs == other.lrs
@@ -145,7 +167,7 @@ def test_one_leaves_and_the_others_spread_out_again(pool: Processes, lighthouse:
         assert (one.lr, other.lr) == (one.lrs[0], one.lrs[1])
     assert first[-2].lrs == pytest.approx([LR * (1 - ALPHA), LR * (1 + ALPHA)], rel=1e-12)
     assert first[-1].weights.equal(second[-1].weights)
-    for moment, want in zip(first, expected(leaves_at, steps), strict=True):
+    for moment, want in zip(first, expected(leaves_at, steps, shared=shared), strict=True):
         torch.testing.assert_close(moment.weights, want, rtol=1e-10, atol=1e-10)
 
 
@@ -190,6 +212,84 @@ def test_one_joins_with_the_weights_of_the_others(
     assert joined[-1] == [{"replica": 2, "reason": "has just joined"}]
 
 
+LONG = 20
+"""A cycle in which somebody joins."""
+
+
+def joins_in_mid_cycle(rank: int, lighthouse: str, folder: str) -> list[Moment]:
+    """The third one begins when the others have met, and joins at whatever step they are at."""
+    sign = Path(folder) / "met"
+
+    def goes_on(told: list[Moment]) -> bool:
+        if rank == 0 and len(told) == LONG:
+            sign.touch()
+        return [moment.num_replicas for moment in told].count(3) <= LONG
+
+    while rank == 2 and not sign.exists():
+        os.sched_yield()
+    given: Any = {"sync_every": LONG}
+    return run(rank, lighthouse, goes_on, together=False, shared=True, **given)
+
+
+def expected_of_three(joins_at: int, source: int, steps: int) -> list[list[Tensor]]:
+    """As a plain loop: two replicas, then a third one with the weights and the state of one of
+    them. It trains without a multiplier until they meet, and counts from then on."""
+    models = [toy.toy() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
+    told, factors, trained = [], [1.0] * 2, list(models)
+    for step in range(steps):
+        if step == joins_at:
+            models.append(copy.deepcopy(models[source]))
+            factors.append(1.0)
+            optimizers.append(torch.optim.AdamW(models[2].parameters(), lr=LR))
+            optimizers[2].load_state_dict(copy.deepcopy(optimizers[source].state_dict()))
+        for place, model in enumerate(models):
+            model.zero_grad()
+            toy.loss_of(model, step, place).backward()
+        share_gradients(list(models))
+        for place, optimizer in enumerate(optimizers):
+            optimizer.param_groups[0]["lr"] = LR * factors[place]
+            optimizer.step()
+        if step == 0 or (step + 1) % LONG == 0:
+            reference.average(trained)
+            for model in models:
+                model.load_state_dict(trained[0].state_dict())
+            factors = [reference.multiplier(r, len(models), ALPHA) for r in range(len(models))]
+            trained = list(models)
+        vectors = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in models]
+        told.append([vector.clone() for vector in vectors])
+    return told
+
+
+def test_one_joins_where_gradients_are_shared(
+    pool: Processes, lighthouse: str, tmp_path: Path
+) -> None:
+    first, second, late = pool(3, joins_in_mid_cycle, lighthouse, str(tmp_path))
+    joins_at = late[0].step - 1
+    meets_at = math.ceil(late[0].step / LONG) * LONG
+    assert joins_at >= LONG
+    assert all(moment.lr == LR for moment in late if moment.step < meets_at)
+    rows = list(zip(first[joins_at:], second[joins_at:], late, strict=True))
+    for row in rows:
+        assert len({moment.step for moment in row}) == 1
+        if row[0].step >= meets_at:
+            assert row[0].lrs == row[1].lrs == row[2].lrs == [moment.lr for moment in row]
+            assert fmean(row[0].lrs) == pytest.approx(LR, rel=1e-12)
+            assert row[0].num_replicas == 3
+        else:
+            assert row[0].num_replicas == row[1].num_replicas == 2
+    ways = [expected_of_three(joins_at, source, len(first)) for source in (0, 1)]
+    far = [
+        max(
+            float((moment.weights - want).abs().max())
+            for row, wants in zip(rows, way[joins_at:], strict=True)
+            for moment, want in zip(row, wants, strict=True)
+        )
+        for way in ways
+    ]
+    assert min(far) < 1e-10  # torchft chooses whose state it was given
+
+
 # One that leaves in the middle of a meeting -------------------------------------------------------
 
 
@@ -228,6 +328,44 @@ def test_a_meeting_that_somebody_left_never_was(pool: Processes, lighthouse: str
     assert any(set(moment.lrs) == {LR} for moment in first[T:])  # after it, until they met again
     assert first[-1].weights.equal(second[-1].weights)
     assert bool(first[-1].weights.isfinite().all())
+
+
+def dies_in_a_step(rank: int, lighthouse: str) -> list[Moment]:
+    def meddle(replicas: TorchftReplicas) -> None:
+        manager, num = replicas._manager, 0
+        start_quorum = manager.start_quorum
+
+        def dies(*given: Any, **options: Any) -> None:
+            nonlocal num
+            num += 1
+            start_quorum(*given, **options)
+            if num == DIES_IN:
+                manager._pg.shutdown()
+                raise Gone
+
+        if rank == 2:
+            manager.start_quorum = dies
+
+    try:
+        return run(rank, lighthouse, lambda told: len(told) < 5 * T, meddle, shared=True)
+    except Gone:
+        return []
+
+
+DIES_IN = 2 * T + 2
+
+
+def test_a_step_in_which_somebody_dies_is_skipped(pool: Processes, lighthouse: str) -> None:
+    first, second, gone = pool(3, dies_in_a_step, lighthouse)
+    assert gone == []
+    for told in (first, second):
+        assert [moment.step for moment in told] == list(range(1, 5 * T + 1))
+        assert told[DIES_IN - 1].weights.equal(told[DIES_IN - 2].weights)
+        assert [moment.num_replicas for moment in told] == [3] * (3 * T - 1) + [2] * (2 * T + 1)
+    for one, other in zip(first, second, strict=True):
+        assert one.lrs == other.lrs
+        assert fmean(one.lrs) == pytest.approx(LR, rel=1e-12)
+    assert first[-1].weights.equal(second[-1].weights)
 
 
 # One that is behind ------------------------------------------------------------------------------
@@ -344,17 +482,23 @@ def refused(rank: int, lighthouse: str) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     told = []
     with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
+        import torchft
+
+        shared = torchft.DistributedDataParallel(manager, model)
+        wrapped = torchft.Optimizer(manager, optimizer)
         for options in (
-            {"gradients": "shared"},
             {"guard": hdet.Guard()},
             {"overlap": 1},
             {"compress": "int8"},
+            {"gradients": "shared"},
+            {"model": shared},
+            {"base": LambdaLR(wrapped, lambda _: 1.0)},
         ):
             base = LambdaLR(optimizer, lambda _: 1.0)
-            given: Any = {"scout": None, "gradients": "local", **options}
+            given: Any = {"base": base, "model": model, "scout": None, "gradients": "local"}
             replicas = hdet.TorchftReplicas(manager)
             try:
-                hdet.HDET(base, model=model, replicas=replicas, **given)
+                hdet.HDET(**{**given, **options}, replicas=replicas)
             except ValueError as error:
                 told.append(str(error))
         manager._use_async_quorum = True
@@ -367,12 +511,15 @@ def refused(rank: int, lighthouse: str) -> list[str]:
 
 def test_what_needs_the_same_replicas_is_refused(pool: Processes, lighthouse: str) -> None:
     (told,) = pool(1, refused, lighthouse)
-    names = ["`gradients`", "`guard`", "`overlap`", "`compress`"]
-    assert len(told) == len(names) + 1
-    for text, name in zip(told, names, strict=False):
+    names = ["`guard`", "`overlap`", "`compress`"]
+    for text, name in zip(told[:3], names, strict=True):
         assert text.startswith(f"{name} must be ")
         assert "for replicas that come and go" in text
-    assert "use_async_quorum=False" in told[-1]
+    plain, managed_model, managed_optimizer, asynchronous = told[3:]
+    assert plain.startswith("`gradients` must be 'local' for this model, got 'shared'")
+    assert managed_model.startswith("`gradients` must be 'shared' for this model, got 'local'")
+    assert "the optimizer inside" in managed_optimizer
+    assert "use_async_quorum=False" in asynchronous
 
 
 def test_anything_else_is_no_manager() -> None:

@@ -16,7 +16,7 @@ from hdet.base import Base
 from hdet.codec import CODECS
 from hdet.controller import Controller, PaperController
 from hdet.design import DESIGNS
-from hdet.elastic import TorchftReplicas
+from hdet.elastic import TorchftReplicas, is_of_torchft, shares_gradients
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
 from hdet.ledger import Traders
@@ -175,7 +175,7 @@ def check_together(
         if getattr(settings, name) is not None and not rates:
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
     if isinstance(replicas, TorchftReplicas):
-        _check_elastic(settings)
+        _check_elastic(settings, base, model)
     if settings.overlap:
         _check_overlap(settings)
     if settings.compress is not None and replicas.size > 1 and not isinstance(replicas, Traders):
@@ -203,10 +203,20 @@ def check_together(
         )
 
 
-def _check_elastic(settings: Settings) -> None:
-    """What needs the same replicas from one cycle to the next."""
+def _check_elastic(settings: Settings, base: Base, model: nn.Module | None) -> None:
+    """What needs the same replicas from one cycle to the next, and who shares gradients."""
+    if is_of_torchft(base.optimizer):
+        raise ValueError(
+            "`base` must be a schedule of the optimizer inside, got one of torchft's "
+            f"{type(base.optimizer).__name__}: step that one in your loop."
+        )
+    shared = "shared" if shares_gradients(model) else "local"
+    if settings.gradients != shared:
+        raise ValueError(
+            f"`gradients` must be {shared!r} for this model, got {settings.gradients!r}: over a "
+            "torchft manager they are shared by torchft.DistributedDataParallel, and else local."
+        )
     for name, usual in (
-        ("gradients", "local"),
         ("scout", None),
         ("guard", None),
         ("outer", None),

@@ -3,6 +3,9 @@
 At the end of every cycle whoever is there meets. Somebody new has been given the state of one of
 the others by torchft; somebody who has gone is not waited for. If one leaves in the middle of it,
 the others find out at the end, and the meeting never was: they have their weights of before.
+Gradients are local, or shared by torchft's own DDP. Then torchft asks at every step who is there;
+somebody new trains along, without a place in the spread until the next meeting; and those meet who
+have made the last step together, since a newcomer would take a quorum for that of a step.
 """
 
 import pickle
@@ -27,6 +30,7 @@ WANTED = (
     "participating_rank",
     "register_state_dict_fn",
     "_pg",
+    "_quorum_id",
 )
 
 
@@ -78,10 +82,23 @@ class TorchftReplicas(Wired):
         self._met: tuple[float, ...] = ()
         self._now: tuple[float, ...] = ()
         self._has_healed = False
+        self._shared = False
+        self._quorum = -1
+        """Torchft's number of those who have met."""
 
     @property
     def have_met(self) -> bool:
         return bool(self._met)
+
+    @property
+    def are_together(self) -> bool:
+        """Whether those who have met are those who are there; a step may have found others."""
+        return self.have_met and self._quorum == self._manager._quorum_id
+
+    def must_meet(self, step: int) -> bool:
+        """Whether nobody knows yet who the others are. Where gradients are shared all know which
+        step it is, and somebody new waits for the end of the cycle."""
+        return step == 1 if self._shared else not self.have_met
 
     def register(self, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         """The state that somebody new is given."""
@@ -97,9 +114,14 @@ class TorchftReplicas(Wired):
 
     # A meeting -------------------------------------------------------------------------------
 
-    def convene(self) -> None:
-        """Wait for whoever takes part. Somebody new has the state of another one after this."""
-        self._manager.start_quorum()
+    def convene(self, *, anew: bool = False) -> None:
+        """Wait for whoever takes part. Somebody new has the state of another one after this.
+
+        Where gradients are shared they are those of the last step, unless that went wrong and there
+        is no other (`anew`).
+        """
+        if anew or not self._shared:
+            self._manager.start_quorum()
         place = self._manager.participating_rank()
         if place is None:
             raise RuntimeError("this replica is a spare of torchft: hdet needs all to take part.")
@@ -121,6 +143,7 @@ class TorchftReplicas(Wired):
         went_well = bool(self._manager.should_commit())
         if went_well:
             self._met, self._has_healed = self._now, False
+            self._quorum = self._manager._quorum_id
         return went_well
 
     # The Replicas protocol -------------------------------------------------------------------
@@ -159,7 +182,17 @@ class TorchftReplicas(Wired):
         return sent
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
-        """They are always local."""
+        """They are what the loop makes them: torchft's own DDP shares them."""
+        self._shared = shared
+
+
+def shares_gradients(model: nn.Module | None) -> bool:
+    """Whether torchft averages them at every step."""
+    return model is not None and any(map(is_of_torchft, model.modules()))
+
+
+def is_of_torchft(thing: Any) -> bool:
+    return type(thing).__module__.startswith("torchft.")
 
 
 class _Watched:

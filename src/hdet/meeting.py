@@ -15,12 +15,12 @@ class Meeting:
     def __init__(self, run: Run, replicas: TorchftReplicas, cycle_end: CycleEnd) -> None:
         self._run, self._replicas, self._cycle_end = run, replicas, cycle_end
 
-    def meet(self, ran_with: list[float] | None) -> None:
+    def meet(self, ran_with: list[float] | None, *, anew: bool = False) -> None:
         """Whoever is there ends the cycle together, or only converges where it is no end; if one
         leaves meanwhile, it never was."""
         run = self._run
         replicas = self._replicas
-        replicas.convene()
+        replicas.convene(anew=anew)
         undo, counted, run.held_back = run.parameters.keep(), run.counted(), []
         reason = "this replica was not to go on"
         try:
@@ -45,7 +45,7 @@ class Meeting:
         run.diverged = True
         self._say_who(f"the converge was undone: {reason}")
         if run.is_over() and ran_with is not None:
-            self.meet(None)  # there is no next cycle to do it in
+            self.meet(None, anew=True)  # there is no next cycle to do it in
 
     def _take_in(self, members: Members) -> None:
         """The mean of those who have trained together; and where there are others than before, a

@@ -146,7 +146,7 @@ class HDET(LRScheduler):
         if left < run.tail_steps and run.steering.is_spread():
             run.parameters.add_iterate()
         # One that has yet to meet the others is in nobody's spread: not for longer than a step.
-        ends = left == 0 or (run.elastic is not None and not run.elastic.have_met)
+        ends = left == 0 or (run.elastic is not None and run.elastic.must_meet(run.step))
         if ends and self._meeting is not None:
             self._meeting.meet(ran_with)
         elif ends:
@@ -205,8 +205,7 @@ class HDET(LRScheduler):
         """
         run = self._run
         self._refuse_while_visiting("consensus()")
-        has_met = run.elastic is None or run.elastic.have_met
-        if run.replicas.size == 1 or not has_met:
+        if run.replicas.size == 1 or (run.elastic is not None and not run.elastic.have_met):
             yield
             return
         with ExitStack() as inside:
@@ -227,6 +226,8 @@ class HDET(LRScheduler):
         run = self._run
         if run.expedition is not None:  # replicas that scout have nothing in common but this
             return run.parameters.visit_snapshot(run.expedition.camp)
+        if run.elastic is not None and not run.elastic.are_together:
+            raise Interrupted("there are others than at the last meeting")
         weights = PARTS[:-1]
         call, verdict = run.call_up(*weights)
         return run.parameters.visit(verdict.fit, weights, call.agreed)
@@ -370,11 +371,17 @@ class HDET(LRScheduler):
         if run.elastic is not None:
             # Be ready to meet the others, and to be given the state of one of them.
             self._meeting = Meeting(run, run.elastic, self._cycle_end)
-            run.elastic.register(self.load_state_dict, run.counted)
+            run.elastic.register(self._join, run.counted)
             run.steering.rest()
         run.write(everything=True)
         self._guard_loading()
         run.start_record()
+
+    def _join(self, told: dict[str, Any]) -> None:
+        """Take over the state of another one, and have no place in the spread until they meet."""
+        self.load_state_dict(told)
+        self._run.steering.rest()
+        self._run.write(everything=True)
 
     def _taken_over(self, base: Base) -> Cycle | None:
         """The schedule whose decay the controller takes over; in scale form none."""
