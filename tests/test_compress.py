@@ -203,6 +203,28 @@ def test_in_the_background(processes: Processes) -> None:
     assert float((ends[0] - exact).norm() / moved) < 0.05
 
 
+def heard(rank: int) -> list[int]:
+    """When this replica sends something that is coded."""
+    model = DistributedDataParallel(toy.toy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    replicas, told = hdet.ProcessReplicas(), []
+    trade = replicas.trade
+    scheduler = scheduled(model, optimizer, replicas=replicas, compress="int8", overlap=2)
+
+    def noted(rows: Tensor) -> Any:
+        told.append(scheduler.last_epoch)
+        return trade(rows)
+
+    replicas.trade = noted  # type: ignore[method-assign]
+    train(rank, model, optimizer, scheduler, 3 * T + 3)
+    return told
+
+
+def test_both_halves_are_sent_in_the_background(processes: Processes) -> None:
+    """The first converge is exact; the mean of the changes goes on a step after they were sent."""
+    assert processes(N, heard) == [[2 * T, 2 * T + 1, 3 * T, 3 * T + 1]] * N
+
+
 def checkpointed(rank: int) -> tuple[Tensor, Tensor]:
     def made() -> tuple[Any, Any, hdet.HDET]:
         model = DistributedDataParallel(toy.toy())

@@ -160,6 +160,7 @@ class CycleEnd:
         waits = waits or bool(verdict.excluded) or run.is_over()
         if run.settings.overlap and not waits:
             run.lands_at = run.step + run.settings.overlap
+            run.passes_on_at = run.step + run.settings.overlap // 2
             return verdict, run.parameters.start_converge_(call.agreed)
         policy = run.settings.optimizer_state
         averages_state = policy == "average" and call.states_match

@@ -29,9 +29,6 @@ class Traders(Protocol):
 
     size: int
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """One row for each local replica -> one row for each replica."""
-
     def trade(self, rows: Tensor) -> Callable[[], Tensor]:
         """One row for each replica -> one row from each, for whoever waits."""
 
@@ -52,6 +49,9 @@ class Chunk:
         self._owed_mean = torch.zeros_like(self._known[: padded // replicas.size])
         """... and of the mean of its part."""
         self._arrives: Callable[[], Tensor] | None = None
+        """What the others say of this replica's part ..."""
+        self._returns: Callable[[], Tensor] | None = None
+        """... and the means of all parts."""
 
     def remember(self, parts: Sequence[Tensor]) -> None:
         """All replicas have these in mind now."""
@@ -67,16 +67,23 @@ class Chunk:
         self._arrives = self._replicas.trade(coded)
         return coded.nbytes
 
-    def receive(self) -> list[Tensor]:
-        """The mean of all replicas, for each part."""
+    def pass_on(self) -> None:
+        """Wait for what the others say, and tell them its mean; nobody waits for that."""
         arrives, self._arrives = self._arrives, None  # what was sent is not needed any more
         assert arrives is not None
         mine = self._owed_mean
         mine += self._codec.decode(arrives()).to(mine.dtype).mean(0)
         coded = self._codec.encode(mine[None])
         mine -= self._codec.decode(coded)[0]
-        everyone = self._replicas.gather(coded).to(coded.device)
-        self._known += self._codec.decode(everyone).view(-1)
+        self._returns = self._replicas.trade(coded.repeat(self._replicas.size, 1))
+
+    def receive(self) -> list[Tensor]:
+        """The mean of all replicas, for each part."""
+        if self._returns is None:
+            self.pass_on()
+        returns, self._returns = self._returns, None
+        assert returns is not None
+        self._known += self._codec.decode(returns()).view(-1)
         return self._split(self._known)
 
     def _split(self, vector: Tensor) -> list[Tensor]:
@@ -121,7 +128,7 @@ class Ledger:
 
     def begin_average(self, tensors: Sequence[Tensor]) -> tuple[Means, int]:
         """Start to make the mean, and the bytes of the code. Half of them are sent at once; the
-        other half, the means of the parts, when it is asked for."""
+        other half, the means of the parts, by `pass_on`, or when it is asked for."""
         num_bytes = self._send(tensors)
 
         def wait() -> list[Tensor]:
@@ -130,6 +137,12 @@ class Ledger:
             return means
 
         return wait, num_bytes
+
+    @torch.no_grad()
+    def pass_on(self) -> None:
+        """Send the means of the parts, as soon as what they are made of is there."""
+        for chunk in self._chunks:
+            chunk.pass_on()
 
     @torch.no_grad()
     def _send(self, tensors: Sequence[Tensor]) -> int:

@@ -112,6 +112,8 @@ class Run:
         """Lines of a meeting that may yet be undone."""
         self.lands_at: int | None = None
         """The step at which a converge that is under way is applied."""
+        self.passes_on_at: int | None = None
+        """Half-way there."""
         self.expedition: Expedition | None = None
         self.refuge: Refuge | None = None
         self.clock = Clock(self.base.step, self.settings.total_steps)

@@ -143,6 +143,8 @@ class HDET(LRScheduler):
         run.diverged = run.diverged or run.can_diverge()
         if run.step == run.lands_at:
             run.parameters.land_()
+        elif run.step == run.passes_on_at:
+            run.parameters.pass_on_()
         if left < run.tail_steps and run.steering.is_spread():
             run.parameters.add_iterate()
         # One that has yet to meet the others is in nobody's spread: not for longer than a step.
