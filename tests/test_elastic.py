@@ -52,6 +52,7 @@ def run(
     *,
     together: bool = True,
     shared: bool = False,
+    state: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Moment]:
     """Train as long as it is to go on, and tell of every step; `shared` as torchft's examples do,
@@ -79,6 +80,11 @@ def run(
             gradients="shared" if shared else "local",
             **{"controller": None, "sync_every": T, **options},
         )
+        if state is not None:
+            scheduler.load_state_dict(state)
+            assert optimizer.param_groups[0]["lr"] == LR  # in the centre, until all have met
+        if shared:
+            scheduler.converge()  # nothing to do yet, as before a first checkpoint
         while goes_on(told):
             stepped.zero_grad()  # one that is healed knows its step after this
             loss = toy.loss_of(model, scheduler.last_epoch, rank)
@@ -97,15 +103,24 @@ def run(
     return told
 
 
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
+def serve(min_replicas: int) -> Iterator[str]:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="[::]:0", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=1000
+        bind="[::]:0", min_replicas=min_replicas, join_timeout_ms=2000, heartbeat_timeout_ms=1000
     )
     yield server.address()
     server.shutdown()
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    yield from serve(2)
+
+
+@pytest.fixture
+def lonely_lighthouse() -> Iterator[str]:
+    yield from serve(1)
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +303,59 @@ def test_one_joins_where_gradients_are_shared(
         for way in ways
     ]
     assert min(far) < 1e-10  # torchft chooses whose state it was given
+
+
+# All of them again, and one that is early ---------------------------------------------------------
+
+
+def resumed(rank: int, lighthouse: str, shared: bool) -> list[Moment]:
+    optimizer = torch.optim.AdamW(toy.toy().parameters(), lr=LR)
+    plain = LambdaLR(optimizer, lambda _: 1.0)
+    for _ in range(T + 1):
+        optimizer.step()
+        plain.step()
+    state = plain.state_dict()
+    return run(rank, lighthouse, lambda told: len(told) < T, shared=shared, state=state)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_who_resumes_is_in_the_centre_until_all_have_met(
+    pool: Processes, lighthouse: str, shared: bool
+) -> None:
+    answers = pool(3, resumed, lighthouse, shared)
+    for told in answers:
+        assert [moment.step for moment in told] == [T + 2 + step for step in range(T)]
+        assert [moment.num_replicas for moment in told] == [3] * T  # after the first step
+    spread = [reference.multiplier(place, 3, ALPHA) * LR for place in range(3)]
+    assert answers[0][0].lrs == pytest.approx(spread, rel=1e-12)
+    assert [told[0].lr for told in answers] == answers[0][0].lrs
+
+
+def is_early(rank: int, lighthouse: str, folder: str, shared: bool) -> list[Moment]:
+    """The first one begins alone, where the lighthouse lets it and its manager does not."""
+    sign = Path(folder) / "tried"
+
+    def goes_on(told: list[Moment]) -> bool:
+        if rank == 0 and len(told) == 3:
+            sign.touch()
+        return not told or told[-1].step < 2 * T
+
+    while rank > 0 and not sign.exists():
+        os.sched_yield()
+    return run(rank, lighthouse, goes_on, together=False, shared=shared)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_one_attempts_alone_does_not_count(
+    pool: Processes, lonely_lighthouse: str, tmp_path: Path, shared: bool
+) -> None:
+    first, second, third = pool(3, is_early, lonely_lighthouse, str(tmp_path), shared)
+    assert [moment.step for moment in first[:3]] == [0, 0, 0]
+    for told in (first, second, third):
+        assert told[-1].step == 2 * T
+        assert told[-1].num_replicas == 3
+        assert told[-1].weights.equal(first[-1].weights)
+        assert fmean(told[-1].lrs) == pytest.approx(LR, rel=1e-12)
 
 
 # One that leaves in the middle of a meeting -------------------------------------------------------

@@ -295,6 +295,62 @@ def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_by_losses_too_a_resumed_scout_is_the_one_that_went_on() -> None:
+    options: Any = {"scout": hdet.Scout(decades=4, steps=6, share=0.5), "probe": None}
+    run = Run("stacked", **options).go(6 + 3)  # in the middle of the second round
+    run.scheduler.converge()
+    other = Run("stacked", **options)
+    other.bare.load_state_dict(copy.deepcopy(run.bare.state_dict()))
+    other.scheduler.load_state_dict(copy.deepcopy(run.scheduler.state_dict()))
+    for ours, theirs in zip(run.go(40).vectors(), other.go(40).vectors(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert run.scheduler.get_knobs() == other.scheduler.get_knobs()
+
+
+class Counting(Net):
+    """It makes a new buffer instead of changing the one it has."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        return super().forward(x)
+
+
+def looked_at(rank: int) -> bool:
+    model = Counting().double()
+    model.load_state_dict(net().state_dict(), strict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler = hdet.HDET(
+        OneCycleLR(optimizer, LR, total_steps=S),
+        model=model,
+        replicas=hdet.ProcessReplicas(keep_out=["down.*"]),
+        scout=hdet.Scout(decades=2, steps=STEPS),
+        gradients="local",
+        guard=None,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    before = copy.deepcopy(model.state_dict())
+    with scheduler.consensus(), torch.no_grad():
+        assert not torch.equal(model.up.weight, before["up.weight"])
+        model(HELD)
+    return all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_a_look_at_the_consensus_leaves_no_trace(processes: Processes) -> None:
+    """Nor in what exists once for all replicas, nor in a buffer that the forward has replaced."""
+    assert processes(2, looked_at) == [True] * 2
+
+
 @pytest.mark.parametrize("made", [6, 12, 18])
 def test_rounds_that_were_made_are_not_made_again_after_a_resume(made: int) -> None:
     scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds, and two around the choice
@@ -423,6 +479,8 @@ def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:
     with pytest.raises(KeyError):
         run.go(STEPS)
     assert all(map(torch.equal, run.vectors(), before))
+    rates = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
+    assert rates == set(run.scheduler.get_base_lr())  # none that was tried is left
     run.go(3)
     assert run.scheduler.get_knobs()["lr/group0"] == 1.0
 

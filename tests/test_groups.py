@@ -100,3 +100,17 @@ def test_a_compiled_optimizer_step_is_not_recompiled() -> None:
     torch.testing.assert_close(parameter, plain_parameter)
     graphs_after_warm_up = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs_after_warm_up <= 2
+
+
+@pytest.mark.parametrize("betas", [0.9, (), [0.9, 0.99], torch.tensor([0.9, 0.99])])
+def test_betas_may_be_whatever_an_optimizer_takes(betas: Any) -> None:
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    optimizer = Own([nn.Parameter(torch.ones(1))], {"lr": 0.1, "betas": betas})
+    scheduler = hdet.HDET(CosineAnnealingLR(optimizer, 10), scout=None, guard=None)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["betas"] is betas

@@ -1,5 +1,6 @@
 """A guarded run: a spike takes it back to its last good weights, at a lower learning rate."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -132,6 +133,8 @@ def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place(
         run.go(T, strikes)
     assert all(map(torch.equal, run.state(), good))
     assert [line["factor"] for line in told(tmp_path)] == [0.5, 0.25, None]
+    rates = [[group["lr"] for group in one.param_groups] for one in run.optimizer.each]
+    assert rates == run.scheduler.get_replica_lrs()  # the lowered ones
     assert told(tmp_path)[-1]["reason"].startswith("stopped: loss")
 
 
@@ -152,6 +155,18 @@ def test_a_resumed_run_remembers_what_is_good() -> None:
     other.go(T, {5 * T + 1: 30.0})
     assert other.scheduler.get_knobs()["lr/group0"] == 0.5
     assert all(map(torch.equal, other.state(), good))
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_checkpoint_in_the_first_cycle_has_its_first_loss(engine: str) -> None:
+    run = Run(engine).go(T - 2)
+    run.scheduler.converge()
+    other = Run(engine)
+    other.bare.load_state_dict(run.bare.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    states = [one.go(T + 2).scheduler.state_dict()["guard"] for one in (run, other)]
+    assert states[0] == states[1]
 
 
 def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: Path) -> None:

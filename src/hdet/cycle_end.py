@@ -71,8 +71,7 @@ class CycleEnd:
     def _goes_back(self, call: RollCall) -> bool:
         """Whether the cycle was not good enough to go on from: then the run was taken back."""
         run = self._run
-        if run.refuge is not None:
-            run.refuge.watch.begin(call.first_loss, call.first_error)
+        self.note_first_loss(call)
         second = self._scouting.second_start
         if second is not None and self._starts_again(second, call):
             return True
@@ -81,6 +80,13 @@ class CycleEnd:
             return True
         return False
 
+    def note_first_loss(self, call: RollCall) -> None:
+        """That of a run's first step, once: whoever watches it compares the first cycle with it."""
+        if self._run.refuge is not None:
+            self._run.refuge.watch.begin(call.first_loss, call.first_error)
+        if self._scouting.second_start is not None:
+            self._scouting.second_start.stuck.begin(call.first_loss, call.first_error)
+
     def _starts_again(self, second: SecondStart, call: RollCall) -> bool:
         """Whether the run is stuck, and was taken back to its first weights."""
         run = self._run
@@ -88,7 +94,6 @@ class CycleEnd:
             self._scouting.forget_first_weights()
             return False
         loss, error = self._mean_loss(call)
-        second.stuck.begin(call.first_loss, call.first_error)
         if second.has_just_looked:
             second.has_just_looked = False
             return False
@@ -207,6 +212,7 @@ class CycleEnd:
             num = watch.in_a_row - 1
             run.steering.rescale(watch.surrender())
             run.begin_anew(cut_short=True)
+            run.write(everything=True)
             line = guard_line(run.step, f"stopped: {reason}", refuge.step, None)
             run.write_record(line, wait=True)
             raise ReplicasLost(

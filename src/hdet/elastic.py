@@ -81,8 +81,12 @@ class TorchftReplicas(Wired):
         self._name = float(random.SystemRandom().getrandbits(52))
         self._met: tuple[float, ...] = ()
         self._now: tuple[float, ...] = ()
-        self._has_healed = False
-        self._shared = False
+        self.has_healed = False
+        """Whether it has the state of another one, and has not met the others since."""
+        self.begins = 0
+        """The step at which those have begun who begin together."""
+        self.shared = False
+        """Whether the loop averages gradients over those who are there."""
         self._quorum = -1
         """Torchft's number of those who have met."""
 
@@ -98,17 +102,20 @@ class TorchftReplicas(Wired):
     def must_meet(self, step: int) -> bool:
         """Whether nobody knows yet who the others are. Where gradients are shared all know which
         step it is, and somebody new waits for the end of the cycle."""
-        return step == 1 if self._shared else not self.have_met
+        return step == self.begins + 1 if self.shared else not self.have_met
 
     def register(self, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         """The state that somebody new is given."""
 
-        def heal(state: Any) -> None:
-            load(state)
-            self._has_healed = True
+        def heal(told: Any) -> None:
+            load(told["run"])
+            self.begins, self.has_healed = told["begins"], True
+
+        def tell() -> Any:
+            return {"run": save(), "begins": self.begins}
 
         try:
-            self._manager.register_state_dict_fn("hdet", heal, save)
+            self._manager.register_state_dict_fn("hdet", heal, tell)
         except AssertionError as error:
             raise ValueError("`manager` must have one scheduler of hdet, got a second.") from error
 
@@ -120,7 +127,7 @@ class TorchftReplicas(Wired):
         Where gradients are shared they are those of the last step, unless that went wrong and there
         is no other (`anew`).
         """
-        if anew or not self._shared:
+        if anew or not self.shared:
             self._manager.start_quorum()
         place = self._manager.participating_rank()
         if place is None:
@@ -129,7 +136,7 @@ class TorchftReplicas(Wired):
 
     def call(self) -> Members:
         """Who is there; the same answer for all of them."""
-        row = [[self._name, _digest(self._met), float(self._has_healed)]]
+        row = [[self._name, _digest(self._met), float(self.has_healed)]]
         table = self.gather(torch.tensor(row, dtype=torch.float64)).tolist()
         self._now = tuple(name for name, _, _ in table)
         fresh = [bool(healed) or last == _digest(()) for _, last, healed in table]
@@ -142,7 +149,7 @@ class TorchftReplicas(Wired):
         """Whether all of it went well for this one; torchft heals whoever it did not."""
         went_well = bool(self._manager.should_commit())
         if went_well:
-            self._met, self._has_healed = self._now, False
+            self._met, self.has_healed = self._now, False
             self._quorum = self._manager._quorum_id
         return went_well
 
@@ -183,7 +190,7 @@ class TorchftReplicas(Wired):
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
         """They are what the loop makes them: torchft's own DDP shares them."""
-        self._shared = shared
+        self.shared = shared
 
 
 def shares_gradients(model: nn.Module | None) -> bool:
@@ -192,7 +199,7 @@ def shares_gradients(model: nn.Module | None) -> bool:
 
 
 def is_of_torchft(thing: Any) -> bool:
-    return type(thing).__module__.startswith("torchft.")
+    return any(kind.__module__.startswith("torchft.") for kind in type(thing).__mro__)
 
 
 class _Watched:

@@ -54,7 +54,8 @@ def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
         kept = {"lr": group["lr"]}
         betas, momentum = group.get("betas"), group.get("momentum")
         # What a schedule that cycles momenta would replace by numbers.
-        if betas is not None and isinstance(betas[0], Tensor):
+        first = betas[0] if isinstance(betas, tuple) and betas else betas
+        if isinstance(first, Tensor):
             kept["betas"] = betas
         if isinstance(momentum, Tensor):
             kept["momentum"] = momentum

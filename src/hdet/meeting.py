@@ -14,12 +14,21 @@ class Meeting:
 
     def __init__(self, run: Run, replicas: TorchftReplicas, cycle_end: CycleEnd) -> None:
         self._run, self._replicas, self._cycle_end = run, replicas, cycle_end
+        self.begin()
+
+    def begin(self) -> None:
+        """Here or where a state was loaded: without a place in the spread, until they have met."""
+        self._replicas.begins = self._run.step
+        self._run.steering.rest()
+        self._first = self._run.counted()
 
     def meet(self, ran_with: list[float] | None, *, anew: bool = False) -> None:
         """Whoever is there ends the cycle together, or only converges where it is no end; if one
         leaves meanwhile, it never was."""
         run = self._run
         replicas = self._replicas
+        if replicas.shared and run.step == replicas.begins:
+            return  # nobody has made a step, nor knows of the others
         replicas.convene(anew=anew)
         undo, counted, run.held_back = run.parameters.keep(), run.counted(), []
         reason = "this replica was not to go on"
@@ -38,6 +47,9 @@ class Meeting:
                 run.write_record(line, watches, wait=wait)
             return
         undo()
+        if not (replicas.have_met or replicas.has_healed):
+            # What one attempts alone does not count: who comes next begins at the first step.
+            counted, run.step = self._first, self._first["step"]
         run.count_from(counted)
         run.steering.resize(replicas.size)
         run.begin_anew(cut_short=True)

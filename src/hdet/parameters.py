@@ -19,7 +19,7 @@ from hdet.ledger import Ledger, Places, Traders
 from hdet.outer import Make, Outer
 from hdet.replicas import Means, Replicas, Rows, local_replicas
 from hdet.shards import cut, layout, local, whole
-from hdet.snapshot import Snapshot, restore, show, take
+from hdet.snapshot import Snapshot, restore, seen, show, take
 from hdet.validation import check_integer, check_range
 
 _PERTURBED = "_hdet_perturbed"
@@ -310,7 +310,6 @@ class Parameters:
         kept = [tensor.clone() for tensor in own]
 
         def undo() -> None:
-            self.refresh()
             _copy_all(own, kept)
 
         return undo
@@ -351,12 +350,14 @@ class Parameters:
     @contextmanager
     def visit_snapshot(self, snapshot: Snapshot) -> Iterator[None]:
         """The weights and buffers that were kept inside, every replica's own again after it."""
-        undo = self.keep()
-        show(snapshot, self._bodies)
+        self.refresh()
+        own = seen(self._bodies)
+        show(snapshot.seen, self._bodies)
         try:
             yield
         finally:
-            undo()
+            self.refresh()
+            show(own, self._bodies)
 
     def begin_anew(self) -> None:
         """A new cycle: whatever was noted of the last one is void.
@@ -418,8 +419,8 @@ def _square(tensors: Sequence[Tensor]) -> Tensor:
     home = tensors[0].device
     exact = torch.float32 if home.type == "mps" else torch.float64
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    norms = torch._foreach_norm(real)  # a few launches for all
-    return torch.stack([norm.to(home) for norm in norms]).to(exact).square().sum()
+    norms = torch._foreach_norm(real, 2, dtype=exact)  # a few launches for all
+    return torch.stack([norm.to(home) for norm in norms]).square().sum()
 
 
 @torch.no_grad()

@@ -168,12 +168,15 @@ class HDET(LRScheduler):
             run.write(everything=True)
             return
         if run.replicas.size == 1:
+            self._cycle_end.note_first_loss(run.roll_call())
+            run.begin_anew(cut_short=True)
             return
         if run.expedition is not None:
             self._scouting.interrupt(run.expedition)  # a checkpoint holds what it set out from
         stopwatch = Stopwatch(run.device())
         run.parameters.land_()
         call, verdict = run.call_up(*PARTS)
+        self._cycle_end.note_first_loss(call)  # a state that is saved now has it, too
         parts = PARTS if call.states_match else PARTS[:-1]
         num_bytes = run.parameters.converge_(verdict.fit, parts, call.agreed)
         if verdict.excluded and not call.states_match:
@@ -207,7 +210,8 @@ class HDET(LRScheduler):
         """
         run = self._run
         self._refuse_while_visiting("consensus()")
-        if run.replicas.size == 1 or (run.elastic is not None and not run.elastic.have_met):
+        have_begun = run.elastic is None or run.elastic.have_met or run.elastic.has_healed
+        if run.replicas.size == 1 or not have_begun:
             yield
             return
         with ExitStack() as inside:
@@ -348,6 +352,8 @@ class HDET(LRScheduler):
         self._scouting.set_out(told.get("search"))
         if "search" in told and run.expedition is None and not run.clock.has_scouted:
             run.clock.scouted(run.step)  # its steps are spent all the same
+        if self._meeting is not None:
+            self._meeting.begin()
         run.write(everything=True)
         run.write_record({"event": "resume", "step": run.step})
 
@@ -373,17 +379,10 @@ class HDET(LRScheduler):
         if run.elastic is not None:
             # Be ready to meet the others, and to be given the state of one of them.
             self._meeting = Meeting(run, run.elastic, self._cycle_end)
-            run.elastic.register(self._join, run.counted)
-            run.steering.rest()
+            run.elastic.register(self.load_state_dict, run.counted)
         run.write(everything=True)
         self._guard_loading()
         run.start_record()
-
-    def _join(self, told: dict[str, Any]) -> None:
-        """Take over the state of another one, and have no place in the spread until they meet."""
-        self.load_state_dict(told)
-        self._run.steering.rest()
-        self._run.write(everything=True)
 
     def _taken_over(self, base: Base) -> Cycle | None:
         """The schedule whose decay the controller takes over; in scale form none."""

@@ -83,11 +83,13 @@ class Scouting:
 
     def interrupt(self, expedition: Expedition) -> None:
         """Everyone comes back in the middle of a round, as before a checkpoint."""
+        run = self._run
         expedition.interrupt()
-        self._run.begin_anew(cut_short=True)
+        run.signal.set_out()
+        run.begin_anew(cut_short=True)
         if expedition.search.is_over:
             self._conclude(expedition)
-        self._run.write(everything=True)
+        run.write(everything=True)
 
     def _explore(
         self,
@@ -148,6 +150,7 @@ class Scouting:
             self.forget_first_weights()
             run.begin_anew(cut_short=True)
             self._end_scout(expedition)
+            run.write(everything=True)
             raise
         expedition.come_back()
         run.signal.set_out()

@@ -14,8 +14,15 @@ from hdet.shards import Layout, layout, local
 Tensors = dict[str, Tensor]
 
 
+class Seen(NamedTuple):
+    """What a model computes with, by name; one entry for each replica of this process."""
+
+    weights: list[Tensors]
+    buffers: list[Tensors]
+
+
 class Snapshot(NamedTuple):
-    """One entry for each replica of this process, and the random states they share."""
+    """The same, and all that training changes beside it, and the random states they share."""
 
     weights: list[Tensors]
     buffers: list[Tensors]
@@ -26,6 +33,10 @@ class Snapshot(NamedTuple):
     draws: dict[str, Tensor]
     outer: dict[Any, Any] | None = None
     """What an outer optimizer keeps."""
+
+    @property
+    def seen(self) -> Seen:
+        return Seen(self.weights, self.buffers)
 
     def has_the_weights_of(self, other: "Snapshot") -> bool:
         if [list(mine) for mine in self.weights] != [list(theirs) for theirs in other.weights]:
@@ -60,12 +71,6 @@ def take(
 ) -> Snapshot:
     """A copy of everything; with `offload` in the memory of the host."""
 
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", copy=True) if offload else tensor.clone()
-
-    def kept(named: Tensors) -> Tensors:
-        return {name: copied(tensor.detach()) for name, tensor in _once(named).items()}
-
     # Stacked replicas may share one state: then its copy is shared, too.
     copies: dict[int, Any] = {}
 
@@ -75,8 +80,7 @@ def take(
         return copies[id(value)]
 
     return Snapshot(
-        [kept(body.shards()) for body in bodies],
-        [kept(body.buffers()) for body in bodies],
+        *seen(bodies, offload=offload),
         [{key: state(value) for key, value in body.optimizer.state.items()} for body in bodies],
         [[_settings(group) for group in body.optimizer.param_groups] for body in bodies],
         _draws(next(iter(bodies[0].parameters().values())).device),
@@ -96,7 +100,7 @@ def restore(
 
     Learning rates are written by whoever steers. What was not there yet is left alone.
     """
-    show(snapshot, bodies)
+    show(snapshot.seen, bodies)
     copies: dict[int, Any] = {}
     for place, body in enumerate(bodies):
         body.optimizer.state.clear()
@@ -123,10 +127,20 @@ def restore(
                 torch.cuda.set_rng_state(state, device)
 
 
+def seen(bodies: Sequence[Body], *, offload: bool = False) -> Seen:
+    """A copy of weights and buffers; with `offload` in the memory of the host."""
+
+    def kept(named: Tensors) -> Tensors:
+        once = {name: tensor.detach() for name, tensor in _once(named).items()}
+        return {n: t.to("cpu", copy=True) if offload else t.clone() for n, t in once.items()}
+
+    return Seen([kept(body.shards()) for body in bodies], [kept(b.buffers()) for b in bodies])
+
+
 @torch.no_grad()
-def show(snapshot: Snapshot, bodies: Sequence[Body]) -> None:
+def show(what: Seen, bodies: Sequence[Body]) -> None:
     """The weights and buffers that were kept; optimizers know nothing of it."""
-    for weights, buffers, body in zip(snapshot.weights, snapshot.buffers, bodies, strict=True):
+    for weights, buffers, body in zip(what.weights, what.buffers, bodies, strict=True):
         for kept, named in ((weights, body.shards()), (buffers, body.buffers())):
             pairs = [(named[n].detach(), t) for n, t in kept.items() if n in named]
             if pairs:
