@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import warnings
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -629,3 +631,59 @@ def test_it_says_why_it_cannot_be_asked_for() -> None:
     assert all(map(torch.equal, run.vectors(), weights))
     with pytest.raises(RuntimeError, match="several replicas"):
         Run("one", scout=None).scheduler.scout_again()
+
+
+# Bad batches -------------------------------------------------------------------------------------
+
+
+class Struck(Run):
+    """Some replicas see a batch that has no finite loss, in one step."""
+
+    def __init__(self, engine: str, rank: int, at: int, who: set[int], **options: Any) -> None:
+        super().__init__(engine, rank, **options)
+        self._at, self._who = at, who
+
+    def backward(self, step: int) -> Tensor:
+        if self.ensemble is not None:
+            parts = [self._seen(step, replica) for replica in range(self.num)]
+            losses = self.ensemble.losses(loss_of, torch.cat(parts))
+        else:
+            losses = loss_of(self.model, self._seen(step, self.rank))
+        losses.sum().backward()
+        return losses.detach()
+
+    def _seen(self, step: int, replica: int) -> Tensor:
+        bad = step == self._at and replica in self._who
+        return batch(step, replica) * (math.nan if bad else 1.0)
+
+
+def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float:
+    given: Any = {"scout": hdet.Scout(decades=3, steps=STEPS, share=0.5)}
+    given |= {} if probe else {"probe": None}
+    run = Struck(engine, rank, at, who, **given)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        while run.scheduler.is_scouting:
+            run.step()
+    everyone = len(who) == N
+    assert any("it is made again" in str(one.message) for one in told) == everyone
+    return run.scheduler.get_knobs()["lr/group0"]
+
+
+@pytest.mark.parametrize(
+    ("at", "who", "probe"),
+    [(5, {1}, True), (5, {0}, False), (0, set(range(N)), False), (5, set(range(N)), True)],
+)
+def test_a_bad_batch_is_not_taken_for_the_learning_rate(
+    at: int, who: set[int], probe: bool
+) -> None:
+    clean = struck(0, "stacked", -1, {1}, probe)
+    found = struck(0, "stacked", at, who, probe)
+    assert 1 / 3 < found / clean < 3
+
+
+def test_on_processes_too(processes: Processes) -> None:
+    clean = struck(0, "stacked", -1, {1}, True)
+    for who in ({1}, set(range(N))):
+        (found,) = set(processes(N, struck, "processes", 5, who, True))
+        assert 1 / 3 < found / clean < 3

@@ -112,3 +112,14 @@ def test_luck_of_the_replicas_is_noise_however_many_batches_agree_on_it(
             sure += abs(slope.in_errors) > 2
             total += 1
     assert 0.005 < sure / total < 0.08
+
+
+def test_scores_that_are_all_the_same_are_no_evidence() -> None:
+    """Not even of rounding: what all have in common is taken away before anything is summed."""
+    positions = [
+        [0.1 * level - 2.3 for level in column] for column in ([-1, 1] * 4, [-1, -1, 1, 1] * 2)
+    ]
+    for score in (2.330684901525577, -1e6 / 3):
+        found = fit(positions, [[score, 0.7 * score, 1.1]] * 8)
+        assert [slope and slope.slope for slope in found.slopes] == [0.0, 0.0]
+        assert [slope and slope.in_errors for slope in found.slopes] == [0.0, 0.0]

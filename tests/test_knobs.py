@@ -19,6 +19,9 @@ from hdet.design import levels
 from tests.knob_run import Run, T, Tiny, adamw, batch, steered, tiny, vector
 from tests.processes import Processes
 
+# What these runs are about is not what they find.
+pytestmark = pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
+
 N = 4
 ENGINES = ["processes", "vmap", "loop"]
 
@@ -716,3 +719,19 @@ def test_clipping_minds_what_is_still_scaled() -> None:
 def test_odd_input_is_told_in_words(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make()
+
+
+def test_what_acts_in_training_alone_needs_gradients_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2))
+    knobs = [hdet.dropout(model)]
+    ensemble = hdet.StackedReplicas(model, 4)
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    given: Any = {"model": model, "replicas": ensemble, "knobs": knobs, "sync_every": 5}
+    for gradients, wanted in (("shared", 1), ("local", 0)):
+        base = ConstantLR(optimizer, factor=1.0)
+        probe = hdet.Probe(lambda model: model(torch.ones(2, 3)).mean())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            hdet.HDET(base, probe=probe, **{**given, "gradients": gradients})
+        texts = [str(one.message) for one in told]
+        assert sum("cannot tell the values of dropout apart" in text for text in texts) == wanted

@@ -1,5 +1,7 @@
 """Losses stay on their device until a cycle ends."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,23 @@ def test_losses_may_differ_in_kind() -> None:
     ((mean, count, error),) = signal.rows().tolist()
     assert (mean, count) == (2.5, 4)
     assert error == pytest.approx((3 / (2 * 3 * 4)) ** 0.5, rel=1e-14)  # three jumps of one
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_was_skipped_leaves_no_trace(bad: float) -> None:
+    """Also the first of all, and several in a row; but not one that the cycle ends with."""
+    signal, other = LossSignal(2), LossSignal(2)
+    for step in range(150):
+        losses = torch.tensor([1.0 + step % 3, 0.1 * step])
+        is_skipped = step % 50 in (0, 7, 8)
+        if not is_skipped:
+            other.add(losses, 1.0)
+        signal.add(torch.tensor([bad, float(losses[1])]) if is_skipped else losses, 1.0)
+    assert signal.rows()[0, 0] == pytest.approx(float(other.rows()[0, 0]), rel=1e-14)
+    assert signal.rows()[0, 2] == pytest.approx(float(other.rows()[0, 2]), rel=1e-14)
+    assert bool(signal.rows().isfinite().all())
+    signal.add(torch.tensor([bad, 1.0]), 1.0)
+    assert signal.rows()[:, 0].isfinite().tolist() == [False, True]
 
 
 def test_no_step_within_a_cycle_reads_a_value_back() -> None:

@@ -209,6 +209,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
         assert torch.allclose(one, other)  # what was scored is not what trains on
 
 
+@pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
 def test_label_smoothing_rests_while_replicas_are_scored() -> None:
     criterion = nn.CrossEntropyLoss(label_smoothing=0.3)
     knob = hdet.label_smoothing(criterion)

@@ -169,6 +169,15 @@ def test_a_checkpoint_in_the_first_cycle_has_its_first_loss(engine: str) -> None
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize("guard", [hdet.Guard(), None])
+def test_a_step_that_the_loop_skips_is_no_spike(guard: hdet.Guard | None) -> None:
+    """As GradScaler skips one: its loss is not finite, and no weight has moved."""
+    run = Run("stacked", guard=guard).go(5 * T + 1)
+    run.scheduler.step(torch.full((N,), math.nan))
+    run.go(T)
+    assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
 def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: Path) -> None:
     """No learning rate brings the old loss back: after a few cycles that is believed."""
     run = Run("stacked", record=tmp_path)

@@ -155,6 +155,7 @@ def test_many_knobs_are_picked_from_a_list(tmp_path: Path) -> None:
     assert "All knobs" in titles_of(page)
 
 
+@pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
 def test_every_knob_is_shown_with_what_it_did_to_the_loss(tmp_path: Path) -> None:
     steered(tmp_path).go(30)
     page = page_of(tmp_path)

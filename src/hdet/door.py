@@ -18,7 +18,7 @@ from hdet.controller import Controller, PaperController
 from hdet.design import DESIGNS
 from hdet.elastic import TorchftReplicas, is_of_torchft, shares_gradients
 from hdet.guard import Guard
-from hdet.knobs import LearningRate
+from hdet.knobs import DialKnob, LearningRate
 from hdet.ledger import Traders
 from hdet.outer import Make, describe_outer
 from hdet.parameters import Parameters
@@ -176,6 +176,14 @@ def check_together(
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
     if isinstance(replicas, TorchftReplicas):
         _check_elastic(settings, base, model)
+    dials = [k.name for k in settings.knobs if isinstance(k, DialKnob) and k.trains_only]
+    if dials and settings.probe is not None and settings.gradients == "shared":
+        warnings.warn(
+            f"a probe cannot tell the values of {', '.join(dials)} apart where gradients are "
+            "shared: all replicas have the same weights, whatever their own. Use "
+            "`gradients='local'`.",
+            stacklevel=5,
+        )
     if settings.overlap:
         _check_overlap(settings)
     if settings.compress is not None and replicas.size > 1 and not isinstance(replicas, Traders):

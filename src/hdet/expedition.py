@@ -5,7 +5,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.growth import Agreement
@@ -15,7 +15,8 @@ from hdet.replicas import Replicas
 from hdet.roll_call import RollCall
 from hdet.scout import Beginning, Scout, Search
 from hdet.snapshot import Snapshot
-from hdet.verdict import points_of
+from hdet.verdict import Point, points_of
+from hdet.vitals import Vitals
 
 HIGHEST = 3e4
 """No run survives more, and half precision cannot hold it."""
@@ -55,6 +56,7 @@ class Expedition:
         )
         self._parameters, self._replicas, self._model = parameters, replicas, model
         self._done = 0
+        self._vitals = Vitals()
         self._agreement: Agreement | None = None
         self._outset = Outset(optimizer, model, parameters)
         replicas.share_gradients(model, False)
@@ -74,8 +76,9 @@ class Expedition:
             told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return told
 
-    def advance(self) -> bool:
-        """One step further; whether the round is over."""
+    def advance(self, losses: Tensor | None) -> bool:
+        """One step further, with these losses; whether the round is over."""
+        self._vitals.note(losses)
         self._outset.settle()  # also if the first step was skipped, as GradScaler does
         if self._done == 0:  # these gradients are of one place
             norms = self._parameters.gradient_norms()
@@ -86,17 +89,22 @@ class Expedition:
     def steps_left(self) -> int:
         return self.search.num_steps - self._done
 
-    def judge(self, call: RollCall, outset: RollCall | None) -> None:
-        """What every replica has come to in this round, and what the weights of before score: by
-        losses, what all of them saw together in the first step of the round."""
+    def points(self, call: RollCall) -> list[Point]:
+        """What every replica has come to in this round."""
+        told = (self.search.factors, call.losses, call.errors, call.scores, call.finite)
+        points = points_of(*told)
+        if all(point.score is not None for point in points):
+            return points
+        struck = self._vitals.struck(self._replicas, self.search.num_steps)
+        return points_of(*told, struck)
+
+    def judge(self, points: Sequence[Point], call: RollCall, outset: RollCall | None) -> None:
+        """The same beside what the weights of before score: by losses, what all replicas saw
+        together in the first step of the round."""
         before = call.first_loss if call.scores is None else None
         if outset is not None and outset.scores is not None:
             before = fmean(outset.scores[0])
-        self.search.tell(
-            points_of(self.search.factors, call.losses, call.errors, call.scores, call.finite),
-            self._agreement,
-            before,
-        )
+        self.search.tell(points, self._agreement, before)
 
     def come_back(self) -> None:
         """To the camp; or to the best replica, if the search is over and that is wanted."""
@@ -105,13 +113,13 @@ class Expedition:
             self._parameters.restore_(self.camp)
         else:
             self._parameters.select_(best)
-        self._done = 0
+        self._done, self._vitals = 0, Vitals()
 
     def interrupt(self) -> None:
         """Everyone comes back in the middle of a round, which starts again if there is time."""
         self.search.interrupt(self._done)
         self._parameters.restore_(self.camp)
-        self._done = 0
+        self._done, self._vitals = 0, Vitals()
 
     def close(self, *, shared: bool) -> None:
         """Gradients are shared again, if they were."""

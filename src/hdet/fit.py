@@ -126,7 +126,8 @@ def fit(
     if max(map(max, scores)) > LARGEST or min(map(min, scores)) < -LARGEST:
         return Fit([None] * len(positions), noise)
     columns = [_centred(column) for column in positions]
-    means = [fmean(row) for row in scores]
+    # From their middle: what all have in common would be rounded, and that is no evidence.
+    means = _centred([fmean(row) for row in scores])
     left = _left_over(columns)
     powers = [0.0 if column is None else _dot(column, column) for column in left]
     slopes = [
@@ -139,7 +140,7 @@ def fit(
     pooled = Noise(
         NOISE_MEMORY * noise.squares + found.squares, NOISE_MEMORY * noise.freedom + found.freedom
     )
-    batches = [*zip(*scores, strict=True)]
+    batches = [_centred(batch) for batch in zip(*scores, strict=True)]
     answers = [
         None
         if column is None or slope is None

@@ -242,6 +242,8 @@ class DialKnob(_Spec):
     """Under each name (one, or those of the groups): dials and their start values."""
     rest: float | None = None
     clips: bool = False
+    trains_only: bool = False
+    """Whether it acts in training alone: a score knows it by what it has done to the weights."""
 
     def bind(self, bench: Bench) -> list[Handle]:
         handles = [self._handle(bench, name, starts) for name, starts in self.dials.items()]
@@ -411,6 +413,7 @@ def dropout(
         space=space,
         schedule=schedule,
         dials={name: steer_dropout(part) for name, part in parts.items()},
+        trains_only=True,
     )
 
 
@@ -436,6 +439,7 @@ def label_smoothing(
         schedule=schedule,
         dials={"label_smoothing": steer_label_smoothing(criterion)},
         rest=0.0,
+        trains_only=True,
     )
 
 

@@ -1,7 +1,8 @@
 """What replicas are compared by: the mean loss of a cycle, kept on the device until it ends.
 
 Its standard error comes from the jumps between one loss and the next, so that a loss that falls
-steadily through the cycle does not look noisy.
+steadily through the cycle does not look noisy. One that is not finite, with finite ones after it,
+is left out: its step was skipped, or the weights will tell. A cycle that ends with one is lost.
 """
 
 import math
@@ -17,12 +18,16 @@ TOGETHER = 64
 
 
 class Totals(NamedTuple):
-    """Of the losses of each local replica so far: their weighted sum, the squares of the jumps from
-    one to the next, and the last of them."""
+    """Of the finite losses of each local replica so far: their weighted sum, their weights, how
+    many there are, the squares of the jumps from one to the next, and the last of them; and the
+    last of all."""
 
     sums: Tensor
+    weights: Tensor
+    num: Tensor
     jumps: Tensor
     last: Tensor
+    end: Tensor
 
 
 class LossSignal:
@@ -40,7 +45,6 @@ class LossSignal:
         self._waiting: list[Tensor] = []
         """Losses of weight `_waiting_weight` that are not in the sums yet."""
         self._waiting_weight = 1.0
-        self._weight = 0.0
         self.num_observed = 0
 
     def set_out(self) -> None:
@@ -69,7 +73,6 @@ class LossSignal:
         self._waiting.append(values)
         if self._first is None:
             self._first, self._device = values, values.device
-        self._weight += weight
         self.num_observed += 1
         if len(self._waiting) == TOGETHER:
             self._add_up()
@@ -82,12 +85,30 @@ class LossSignal:
         if not self._waiting:
             return self._totals
         rows = _exact(_rows(self._waiting))
-        known = self._totals or Totals(
-            torch.zeros_like(rows[0]), torch.zeros_like(rows[0]), rows[0]
+        zeros = torch.zeros_like(rows[0])
+        before = [zeros, zeros, zeros, zeros, torch.full_like(zeros, math.nan)]
+        if self._totals is not None:
+            before = [tensor.to(rows.device) for tensor in self._totals[:5]]
+        sums, weights, num, jumps, last = before
+        fine, end = rows.isfinite(), rows[-1]
+        # What is not finite counts as the one before it, from which nothing jumps.
+        rows = _filled(torch.cat([last[None], rows]))
+        jumped = rows.diff(dim=0).nan_to_num(0.0).square_().sum(0)
+        here, weight = fine.sum(0), self._waiting_weight
+        return Totals(
+            sums + weight * torch.where(fine, rows[1:], 0.0).sum(0),
+            weights + weight * here,
+            num + here,
+            jumps + jumped,
+            rows[-1],
+            end,
         )
-        sums, jumps, last = (tensor.to(rows.device) for tensor in known)
-        jumped = torch.cat([last[None], rows]).diff(dim=0).square_().sum(0)
-        return Totals(sums.add(rows.sum(0), alpha=self._waiting_weight), jumps + jumped, rows[-1])
+
+    def last(self) -> Tensor | None:
+        """The last loss of each local replica; none if there was none in this cycle."""
+        if self._waiting:
+            return _exact(self._waiting[-1].reshape(-1))
+        return None if self._totals is None else self._totals.end
 
     def first(self) -> Tensor:
         """The first loss, for each local replica: that of the weights it has set out with."""
@@ -96,15 +117,23 @@ class LossSignal:
         return _exact(self._first.reshape(-1))
 
     def rows(self) -> Tensor:
-        """For each local replica: mean loss (0 if there was none), number of observations, and
-        the standard error of the mean (not a number below two observations)."""
+        """For each local replica: mean loss (0 if there was none, and the last if that is not
+        finite), number of observations, and the standard error of the mean (not a number below two
+        finite ones)."""
         totals = self._with_waiting()  # whoever asks in between leaves no trace
         if totals is None:
             return _exact(torch.zeros(self._num_local, 3, device=self._device))
-        means, num = totals.sums / self._weight, self.num_observed
-        counts = torch.full_like(means, num)
-        scale = 2 * (num - 1) * num if num > 1 else math.nan
+        num, end = totals.num, totals.end
+        means = torch.where(end.isfinite(), totals.sums / totals.weights, end)
+        counts = torch.full_like(means, self.num_observed)
+        scale = torch.where(num > 1, 2 * (num - 1) * num, math.nan)
         return torch.stack([means, counts, (totals.jumps / scale).sqrt()], dim=1)
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """The last finite value so far, in every column."""
+    places = torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows)
+    return rows.gather(0, torch.where(rows.isfinite(), places, 0).cummax(0).values)
 
 
 def _rows(losses: list[Tensor]) -> Tensor:

@@ -17,6 +17,8 @@ from hdet.scout import NOTHING_FOUND, Beginning, Scout, check_room
 from hdet.second_start import SecondStart
 from hdet.stuck import is_far
 
+VOID = "losses were not finite on any replica in a round of the scout that ended"
+
 
 class Scouting:
     """Sends the replicas of a run out, at its beginning, when it is stuck, or when asked to."""
@@ -126,12 +128,12 @@ class Scouting:
         run.step += 1
         run.diverged = True
         search, probe = expedition.search, run.settings.probe
-        left = expedition.steps_left() - 1
+        left, losses = expedition.steps_left() - 1, run.signal.last()
         if probe is not None and left < probe.tail_steps(search.num_steps):
             run.parameters.add_iterate()
         if probe is None and left == search.num_steps // 2:
             run.signal.clear()  # judged by the second half of a round
-        if expedition.advance():
+        if expedition.advance(losses):
             self._end_round(expedition)
         run.write(everything=True)
 
@@ -142,7 +144,12 @@ class Scouting:
             call = self._score_round(search.num_steps)
             if call.scores is None:
                 call.require_losses(run.step)
-            expedition.judge(call, self._score_outset(expedition, call))
+            points = expedition.points(call)
+            if all(point.glitch for point in points):
+                run.warn_once("batch", f"{VOID} at step {run.step}: it is made again.")
+                self.interrupt(expedition)
+                return
+            expedition.judge(points, call, self._score_outset(expedition, call))
         except Exception:  # what there was before is not lost
             run.parameters.restore_(expedition.camp)
             if self.second_start is not None and self.second_start.can_return:

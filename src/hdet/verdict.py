@@ -45,7 +45,7 @@ class Point(NamedTuple):
     error: float = 0.0
     """Its standard error against the others."""
     glitch: bool = False
-    """Whether its weights are finite all the same."""
+    """Whether a bad batch may have done it, and not the learning rate."""
 
 
 def points_of(
@@ -54,16 +54,23 @@ def points_of(
     errors: Sequence[float | None],
     scores: Sequence[Sequence[float]] | None,
     finite: Sequence[bool],
+    struck: Sequence[bool] = (),
 ) -> list[Point]:
-    """What the replicas of a round have come to, by their scores or else by their losses."""
+    """What the replicas of a round have come to, by their scores or else by their losses.
+
+    Those who were `struck` had good losses until one was not finite.
+    """
     rows = scores or [[math.nan if loss is None else loss] for loss in losses]
     chances = _errors(rows) if scores else _pooled(rows, errors)
     points = []
-    for factor, row, chance, sound in zip(factors, rows, chances, finite, strict=True):
+    hit = struck or [False] * len(rows)
+    for factor, row, chance, sound, is_hit in zip(factors, rows, chances, finite, hit, strict=True):
         if sound and _all_finite(row):
             points.append(Point(factor, fmean(row), chance))
         else:
-            points.append(Point(factor, None, chance, glitch=sound and scores is None))
+            # If its weights are finite, a loss that is not says nothing of them.
+            glitch = is_hit or (sound and scores is None)
+            points.append(Point(factor, None, chance, glitch=glitch))
     return points
 
 
@@ -214,7 +221,7 @@ def _crossing(below: Point, point: Point, level: float, lowest: float) -> float:
 def _sound(points: Sequence[Point]) -> tuple[list[Point], float | None]:
     """Those below the first that is broken, and that one's factor.
 
-    One whose loss alone is not finite, below two whose losses are, has seen a bad batch.
+    One that a bad batch may have broken, below two that are sound, does not count.
     """
     points = [point for place, point in enumerate(points) if not _is_alone(points, place)]
     broken = next((point.factor for point in points if point.score is None), None)
