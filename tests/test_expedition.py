@@ -672,7 +672,12 @@ def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float
 
 @pytest.mark.parametrize(
     ("at", "who", "probe"),
-    [(5, {1}, True), (5, {0}, False), (0, set(range(N)), False), (5, set(range(N)), True)],
+    [
+        (5, {1}, True),
+        (1, {0}, False),
+        (0, set(range(N)), False),
+        (STEPS - 1, set(range(N)), True),
+    ],
 )
 def test_a_bad_batch_is_not_taken_for_the_learning_rate(
     at: int, who: set[int], probe: bool

@@ -95,7 +95,8 @@ class Expedition:
         points = points_of(*told)
         if all(point.score is not None for point in points):
             return points
-        struck = self._vitals.struck(self._replicas, self.search.num_steps)
+        factors = self.search.factors
+        struck = self._vitals.struck(self._replicas, self.search.num_steps, factors)
         return points_of(*told, struck)
 
     def judge(self, points: Sequence[Point], call: RollCall, outset: RollCall | None) -> None:

@@ -145,7 +145,8 @@ class Scouting:
             if call.scores is None:
                 call.require_losses(run.step)
             points = expedition.points(call)
-            if all(point.glitch for point in points):
+            # What kills the lowest learning rate out of the blue is not the learning rate.
+            if all(point.score is None for point in points) and min(points).glitch:
                 run.warn_once("batch", f"{VOID} at step {run.step}: it is made again.")
                 self.interrupt(expedition)
                 return

@@ -46,19 +46,23 @@ class Vitals:
             [num + self._alive, first, torch.where(self._alive, losses, last)], 1
         )
 
-    def struck(self, replicas: Replicas, num_steps: int) -> list[bool]:
+    def struck(self, replicas: Replicas, num_steps: int, factors: Sequence[float]) -> list[bool]:
         """Who had good losses until one was not finite, of all replicas. All processes must ask.
 
-        After one step alone nobody can say: one step is enough for what is far too high.
+        One step is enough for what is far too high: after that it counts only if somebody with a
+        higher learning rate has outlived it.
         """
         unknown = torch.full((len(replicas.local), 3), math.nan, dtype=torch.float64)
         rows = replicas.pool(unknown if self._rows is None else self._rows).flatten(2)
         rows = torch.cat([_least(rows[..., :1]), rows[..., 1:].nanmean(1)], 1)
         fates = [Fate(*row) for row in replicas.gather(rows).tolist()]
         good = _highest([fate.first for fate in fates])
+        above = max((f for f, fate in zip(factors, fates, strict=True) if fate.num > 1), default=0)
         return [
-            fate.num < num_steps and fate.num != 1 and (fate.num == 0 or fate.last <= good)
-            for fate in fates
+            fate.num < num_steps
+            and (fate.num != 1 or factor < above)
+            and (fate.num == 0 or fate.last <= good)
+            for factor, fate in zip(factors, fates, strict=True)
         ]
 
 
