@@ -364,12 +364,13 @@ def measure_pair(
         side_by_side.append(windows[1] / windows[0])
         averages.append(seconds(average))
     parts = parts_of(plain, ours, [0.0])
+    own = median(ours.device or [0.0]) - median(plain.device or [0.0])
     told = {
         "over_plain": ratios(parts),
         "side_by_side": median(side_by_side),
         "ahead": sum(ours.ahead) / max(len(ours.ahead), 1),
-        "device": median(ours.device or [0.0]) - median(plain.device or [0.0]),
-        **busy(parts, ours, plain),
+        "device": own,
+        **busy(parts, own, ours.ahead),
         "host_syncs_per_step": ours.waits(),
         "host_syncs_of_an_item": ours.control(),
         "seconds": {**parts, "average": median(averages)},
@@ -378,13 +379,11 @@ def measure_pair(
     return told
 
 
-def busy(parts: dict[str, float], ours: Loop, plain: Loop) -> dict[str, Any]:
+def busy(parts: dict[str, float], own: float, ahead: list[bool]) -> dict[str, Any]:
     """The ratios where the host is always ahead: then it is the device that takes its time."""
-    if not ours.ahead or not all(ours.ahead):
+    if not ahead or not all(ahead):
         return {}
-    own = median(ours.device) - median(plain.device)
-    end = parts["end"] - parts["between"]
-    step = parts["step"]
+    end, step = parts["end"] - parts["between"], parts["step"]
     return {"busy": {f"t{length}": 1 + (own + end / length) / step for length in LENGTHS}}
 
 

@@ -32,7 +32,9 @@ def test_a_code_is_off_by_half_a_step_at_most(numbers: list[float]) -> None:
     rows = torch.tensor([padded, [-number for number in padded]])
     steps = rows.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True) / 127
     off = (Int8().decode(Int8().encode(rows)) - rows).abs().unflatten(1, (-1, BLOCK))
-    assert bool((off <= 0.5001 * steps + 1e-38).all())
+    # A block so small that float32 has no scale for it may be lost: it is sent another time.
+    lost = 127 * torch.finfo(torch.float32).tiny
+    assert bool((off <= 0.5001 * steps + lost).all())
     half = BF16().decode(BF16().encode(rows))
     assert bool(((half - rows).abs() <= rows.abs() * 2.0**-8 + 1e-38).all())
 

@@ -54,6 +54,13 @@ class CycleEnd:
         if relief != 1.0:
             run.write_record(guard_line(run.step, RELIEF, run.step, relief))
 
+    def note_first_loss(self, call: RollCall) -> None:
+        """That of a run's first step, once: whoever watches it compares the first cycle with it."""
+        if self._run.refuge is not None:
+            self._run.refuge.watch.begin(call.first_loss, call.first_error)
+        if self._scouting.second_start is not None:
+            self._scouting.second_start.stuck.begin(call.first_loss, call.first_error)
+
     def _hear_all(self, probed: Tensor | None) -> RollCall:
         run = self._run
         # Under a spread the parameters that train differ: no need to look.
@@ -79,13 +86,6 @@ class CycleEnd:
             self._go_back(run.refuge, reason)
             return True
         return False
-
-    def note_first_loss(self, call: RollCall) -> None:
-        """That of a run's first step, once: whoever watches it compares the first cycle with it."""
-        if self._run.refuge is not None:
-            self._run.refuge.watch.begin(call.first_loss, call.first_error)
-        if self._scouting.second_start is not None:
-            self._scouting.second_start.stuck.begin(call.first_loss, call.first_error)
 
     def _starts_again(self, second: SecondStart, call: RollCall) -> bool:
         """Whether the run is stuck, and was taken back to its first weights."""

@@ -176,14 +176,8 @@ def check_together(
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
     if isinstance(replicas, TorchftReplicas):
         _check_elastic(settings, base, model)
-    dials = [k.name for k in settings.knobs if isinstance(k, DialKnob) and k.trains_only]
-    if dials and settings.probe is not None and settings.gradients == "shared":
-        warnings.warn(
-            f"a probe cannot tell the values of {', '.join(dials)} apart where gradients are "
-            "shared: all replicas have the same weights, whatever their own. Use "
-            "`gradients='local'`.",
-            stacklevel=5,
-        )
+    if settings.probe is not None and settings.gradients == "shared":
+        _check_dials(settings)
     if settings.overlap:
         _check_overlap(settings)
     if settings.compress is not None and replicas.size > 1 and not isinstance(replicas, Traders):
@@ -236,6 +230,18 @@ def _check_elastic(settings: Settings, base: Base, model: nn.Module | None) -> N
             raise ValueError(
                 f"`{name}` must be {usual!r} for replicas that come and go, got {value!r}."
             )
+
+
+def _check_dials(settings: Settings) -> None:
+    """Replicas that share gradients have the same weights, whatever they train with."""
+    dials = [k.name for k in settings.knobs if isinstance(k, DialKnob) and k.trains_only]
+    if dials:
+        warnings.warn(
+            f"a probe cannot tell the values of {', '.join(dials)} apart where gradients are "
+            "shared: all replicas have the same weights, whatever their own. Use "
+            "`gradients='local'`.",
+            stacklevel=6,
+        )
 
 
 def _check_overlap(settings: Settings) -> None:

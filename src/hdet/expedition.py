@@ -15,7 +15,7 @@ from hdet.replicas import Replicas
 from hdet.roll_call import RollCall
 from hdet.scout import Beginning, Scout, Search
 from hdet.snapshot import Snapshot
-from hdet.verdict import Point, points_of
+from hdet.verdict import Point, points_of, struck
 from hdet.vitals import Vitals
 
 HIGHEST = 3e4
@@ -95,9 +95,8 @@ class Expedition:
         points = points_of(*told)
         if all(point.score is not None for point in points):
             return points
-        factors = self.search.factors
-        struck = self._vitals.struck(self._replicas, self.search.num_steps, factors)
-        return points_of(*told, struck)
+        fates = self._vitals.fates(self._replicas)
+        return points_of(*told, struck(fates, self.search.num_steps, self.search.factors))
 
     def judge(self, points: Sequence[Point], call: RollCall, outset: RollCall | None) -> None:
         """The same beside what the weights of before score: by losses, what all replicas saw

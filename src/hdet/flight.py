@@ -24,9 +24,7 @@ class Flight:
     """From the end of a cycle until it lands."""
 
     @torch.no_grad()
-    def __init__(self, rows: Rows, begin: Begin, *, is_coded: bool = False) -> None:
-        self.is_coded = is_coded
-        """Whether it was sent as changes, which have another half of the way before them."""
+    def __init__(self, rows: Rows, begin: Begin) -> None:
         self._rows = [[flatten(tensor) for tensor in row] for row in rows]
         self._sent = [[flat.clone() for flat in row] for row in self._rows]
         self._mean, self.num_bytes = begin(self._rows)

@@ -70,7 +70,8 @@ class Chunk:
     def pass_on(self) -> None:
         """Wait for what the others say, and tell them its mean; nobody waits for that."""
         arrives, self._arrives = self._arrives, None  # what was sent is not needed any more
-        assert arrives is not None
+        if arrives is None:
+            return  # nothing was sent
         mine = self._owed_mean
         mine += self._codec.decode(arrives()).to(mine.dtype).mean(0)
         coded = self._codec.encode(mine[None])
@@ -79,8 +80,7 @@ class Chunk:
 
     def receive(self) -> list[Tensor]:
         """The mean of all replicas, for each part."""
-        if self._returns is None:
-            self.pass_on()
+        self.pass_on()  # unless that was done half-way
         returns, self._returns = self._returns, None
         assert returns is not None
         self._known += self._codec.decode(returns()).view(-1)

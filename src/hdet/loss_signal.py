@@ -86,10 +86,9 @@ class LossSignal:
             return self._totals
         rows = _exact(_rows(self._waiting))
         zeros = torch.zeros_like(rows[0])
-        before = [zeros, zeros, zeros, zeros, torch.full_like(zeros, math.nan)]
-        if self._totals is not None:
-            before = [tensor.to(rows.device) for tensor in self._totals[:5]]
-        sums, weights, num, jumps, last = before
+        nothing = Totals(zeros, zeros, zeros, zeros, zeros + math.nan, zeros)
+        known = [tensor.to(rows.device) for tensor in self._totals or nothing]
+        sums, weights, num, jumps, last, _ = known
         fine, end = rows.isfinite(), rows[-1]
         # What is not finite counts as the one before it, from which nothing jumps.
         rows = _filled(torch.cat([last[None], rows]))

@@ -221,27 +221,22 @@ class Parameters:
         everything = self._outer is not None or self._ledger is not None
         self._sent_off = ({} if everything else agreed, list(self._bodies[0].moving_places))
         rows = self._moving(self._sent_off[0])
-        is_coded = self._knows_all()
-        self._flight = Flight(rows, self._begin_average, is_coded=is_coded) if takes_off else None
+        self._flight = Flight(rows, self._begin_average) if takes_off else None
         num_bytes = 0 if self._flight is None else self._flight.num_bytes
         return num_bytes + self._average_(everyone, ("still", "buffers"), agreed)
 
     def _moving(self, agreed: Agreed) -> Rows:
         return [body.divided(("moving",), agreed)[0] for body in self._bodies]
 
-    def _knows_all(self) -> bool:
-        """Whether changes can be told to the others in code."""
-        return self._ledger is not None and self._ledger.knows(self._bodies[0].moving_places)
-
     def _begin_average(self, rows: Rows) -> tuple[Means, int]:
-        if self._ledger is not None and self._knows_all():
+        if self._ledger is not None and self._ledger.knows(self._bodies[0].moving_places):
             return self._ledger.begin_average(self._bodies[0].part("moving"))
         num_bytes = sum(flat.nbytes for flat in rows[0])
         return self._replicas.begin_average(rows), num_bytes
 
     def pass_on_(self) -> None:
         """Half-way: what arrived of compressed changes goes on as their mean, in the background."""
-        if self._flight is not None and self._flight.is_coded and self._ledger is not None:
+        if self._ledger is not None:
             self._ledger.pass_on()
 
     @property

@@ -74,6 +74,36 @@ def points_of(
     return points
 
 
+class Fate(NamedTuple):
+    """How the losses of a replica went in a round."""
+
+    num: float
+    """Those that were finite, before the first that was not."""
+    first: float
+    last: float
+    """Of these."""
+
+
+def struck(fates: Sequence[Fate], num_steps: int, factors: Sequence[float]) -> list[bool]:
+    """Whom a bad batch may have killed, and not a learning rate: that makes losses rise first.
+
+    One step is enough for what is far too high: after that it counts only if somebody with a
+    higher learning rate has outlived it.
+
+    >>> struck([Fate(5, 2.0, 1.8), Fate(12, 2.1, 1.5), Fate(5, 2.0, 90.0)], 12, [0.1, 1.0, 10.0])
+    [True, False, False]
+    """
+    at_first = max((fate.first for fate in fates if math.isfinite(fate.first)), default=-math.inf)
+    pairs = list(zip(factors, fates, strict=True))
+    survived = max((factor for factor, fate in pairs if fate.num > 1), default=0.0)
+    return [
+        fate.num < num_steps
+        and (fate.num != 1 or factor < survived)
+        and (fate.num == 0 or fate.last <= at_first)
+        for factor, fate in pairs
+    ]
+
+
 def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
     """How much of each mean score is chance: its variation over batches, beside the others."""
     finite = sorted((row for row in scores if _all_finite(row)), key=fmean)
