@@ -18,10 +18,10 @@ under DDP with NCCL, with which nothing is averaged, and stacked replicas, whose
 full. Nothing there runs beside anything else, so the sum of parts is more than hdet adds to a step
 that keeps the device busy: there its Python runs while the device works, and only what it launches
 counts. So steps are also made without waiting, and events tell how long the device is at hdet's
-own work ("device"), and after how many steps it had not yet come to it when the host was done
-("ahead"). Where that is all of them, "busy" is the ratio that is left; "side_by_side" is that of
-the times themselves, by turns, which vary by more. Host syncs are what CUDA's own debug mode
-reports. Each command keeps what the others have written.
+own work ("device"), and after which share of the steps it had not yet come to it when the host was
+done ("ahead"). "busy" is the ratio that is left: the device's time, and that of the host for the
+other steps. "side_by_side" is that of the times themselves, by turns, which vary by more. Host
+syncs are what CUDA's own debug mode reports. Each command keeps what the others have written.
 """
 
 import argparse
@@ -67,8 +67,20 @@ class Settings(NamedTuple):
 
 FULL = Settings(Size(256, 64, 4, 4, 192), 8, 30)
 QUICK = Settings(Size(256, 32, 2, 2, 48), 2, 3)
-ON_GPU = {"ddp": Settings(GPT2_SMALL, 8, 20), "stacked": Settings(SMALL_GPT, 64, 20)}
-QUICK_ON_GPU = {"ddp": QUICK, "stacked": QUICK._replace(batch=2 * STACKED)}
+ENGINES = ("ddp", "stacked", "stacked_small")
+"""What runs on one GPU; the last has steps so short that the host holds them up itself."""
+ON_GPU = dict(
+    zip(
+        ENGINES,
+        (
+            Settings(GPT2_SMALL, 8, 20),
+            Settings(GPT2_SMALL, 64, 10),
+            Settings(SMALL_GPT, 64, 20),
+        ),
+        strict=True,
+    )
+)
+QUICK_ON_GPU = {engine: QUICK._replace(batch=2 * STACKED) for engine in ENGINES}
 DECISIONS, FEW_DECISIONS = 300, 20
 
 
@@ -338,9 +350,10 @@ def measure_gpu(settings: dict[str, Settings]) -> dict[str, Any]:
         ours, _ = ddp(settings["ddp"], f"{folder}/ddp", device)
         answer["ddp"] = measure_pair(plain, ours, settings["ddp"], lambda: None)
         dist.destroy_process_group()
-        plain, _ = stacked(settings["stacked"], None, device)
-        ours, ensemble = stacked(settings["stacked"], f"{folder}/stacked", device)
-        answer["stacked"] = measure_pair(plain, ours, settings["stacked"], ensemble.converge_)
+        for engine in ENGINES[1:]:
+            plain, _ = stacked(settings[engine], None, device)
+            ours, ensemble = stacked(settings[engine], f"{folder}/{engine}", device)
+            answer[engine] = measure_pair(plain, ours, settings[engine], ensemble.converge_)
     return {**answer, "settings": {k: v._asdict() for k, v in settings.items()}, **made_with()}
 
 
@@ -365,12 +378,13 @@ def measure_pair(
         averages.append(seconds(average))
     parts = parts_of(plain, ours, [0.0])
     own = median(ours.device or [0.0]) - median(plain.device or [0.0])
+    ahead = sum(ours.ahead) / max(len(ours.ahead), 1)
     told = {
         "over_plain": ratios(parts),
         "side_by_side": median(side_by_side),
-        "ahead": sum(ours.ahead) / max(len(ours.ahead), 1),
+        "ahead": ahead,
         "device": own,
-        **busy(parts, own, ours.ahead),
+        "busy": busy(parts, own, ahead),
         "host_syncs_per_step": ours.waits(),
         "host_syncs_of_an_item": ours.control(),
         "seconds": {**parts, "average": median(averages)},
@@ -379,32 +393,27 @@ def measure_pair(
     return told
 
 
-def busy(parts: dict[str, float], own: float, ahead: list[bool]) -> dict[str, Any]:
-    """The ratios where the host is always ahead: then it is the device that takes its time."""
-    if not ahead or not all(ahead):
-        return {}
+def busy(parts: dict[str, float], own: float, ahead: float) -> dict[str, float]:
+    """The ratios without waiting: what the device does, and the host where it was not ahead."""
+    late = (1 - ahead) * (parts["between"] - parts["schedule"])
     end, step = parts["end"] - parts["between"], parts["step"]
-    return {"busy": {f"t{length}": 1 + (own + end / length) / step for length in LENGTHS}}
+    return {f"t{length}": 1 + (own + late + end / length) / step for length in LENGTHS}
 
 
 def gpu_headline(told: dict[str, Any]) -> dict[str, float]:
-    return (
-        {
-            f"h200_{engine}_{length}_over_plain": told[engine]["over_plain"][length]
-            for engine in ("ddp", "stacked")
-            for length in ("t100", "t1000")
-        }
-        | {
-            f"h200_{e}_host_syncs_per_step": told[e]["host_syncs_per_step"]
-            for e in ("ddp", "stacked")
-        }
-        | {
-            f"h200_{engine}_{length}_busy": told[engine]["busy"][length]
-            for engine in ("ddp", "stacked")
-            for length in ("t100", "t1000")
-            if "busy" in told[engine]
-        }
-    )
+    return {
+        f"h200_{engine}_{name}": value
+        for engine in ENGINES
+        for name, value in gpu_numbers(told[engine]).items()
+    }
+
+
+def gpu_numbers(told: dict[str, Any]) -> dict[str, float]:
+    return {
+        **{f"{length}_over_plain": told["over_plain"][length] for length in ("t100", "t1000")},
+        **{f"{length}_busy": told["busy"][length] for length in ("t100", "t1000")},
+        "host_syncs_per_step": told["host_syncs_per_step"],
+    }
 
 
 # The decision --------------------------------------------------------------------------------

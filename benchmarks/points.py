@@ -226,6 +226,17 @@ def stack(num: int, size: int, rounds: int) -> Point:
     }
 
 
+# Decisions -----------------------------------------------------------------------------------
+
+
+def decisions(settings: Settings) -> list[Point]:
+    wanted = [(64, 16), *((num, 1) for num in settings.decisions)]
+    return [
+        {"replicas": num, "knobs": knobs, "seconds": decision(num, knobs, 200 if num < 512 else 9)}
+        for num, knobs in wanted
+    ]
+
+
 # All of it -----------------------------------------------------------------------------------
 
 
@@ -234,11 +245,7 @@ def measure(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> None:
     begin = time.perf_counter()
     with torch.no_grad():
         told: dict[str, Any] = {"stack": stacks(settings)}
-    wanted = [(64, 16), *((num, 1) for num in settings.decisions)]
-    told["decision"] = [
-        {"replicas": num, "knobs": knobs, "seconds": decision(num, knobs, 200 if num < 512 else 9)}
-        for num, knobs in wanted
-    ]
+    told["decision"] = decisions(settings)
     keep(told)
     for num in settings.processes:
         for kind, points in in_processes(num, settings).items():

@@ -1,6 +1,7 @@
 """What hdet costs at sizes nobody here can run: a model of a step and of a converge, by simulation.
 
     python -m benchmarks.scale --measure [--quick] [--out FILE]   the points, on one machine
+    python -m benchmarks.scale --decisions [--out FILE]           those of decisions alone, anew
     python -m benchmarks.scale [--out FILE]                       the fit, the table and the page
 
 The first command writes the points of benchmarks/points.py into results/scale.json. The second fits
@@ -409,6 +410,7 @@ def answer(known: Mapping[str, Sequence[Point]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="make the points anew")
+    parser.add_argument("--decisions", action="store_true", help="these alone; the rest is kept")
     parser.add_argument("--quick", action="store_true", help="few points, to see that it runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -421,6 +423,8 @@ def main() -> None:
         points.measure(points.QUICK if options.quick else points.FULL, keep)
         return
     told = json.loads(out.read_text())
+    if options.decisions:  # plain Python: any machine will do
+        told["points"]["decision"] = points.decisions(points.FULL)
     found = {**plain_json(answer(told["points"])), "points": told["points"]}
     found |= {key: told[key] for key in ("versions", "device")}
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -239,6 +239,7 @@ def test_a_run_with_knobs_and_a_probe_trains_captured() -> None:
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
         model=model,
         replicas=ensemble,
+        gradients="local",  # a probe sees dropout only in weights that went their own ways
         knobs=knobs,
         probe=hdet.Probe(
             lambda m: nn.functional.cross_entropy(m(x), y, reduction="none"), tail=0.5

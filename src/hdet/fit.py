@@ -7,7 +7,6 @@ it when all the others are held, so that a noisy knob cannot move another.
 import math
 from collections.abc import Sequence
 from operator import mul
-from statistics import fmean
 from typing import NamedTuple
 
 # A column of which the others explain all but this share cannot be told apart from them.
@@ -127,9 +126,8 @@ def fit(
         return Fit([None] * len(positions), noise)
     columns = [_centred(column) for column in positions]
     # From their middle: what all have in common would be rounded, and that is no evidence.
-    means = _centred([fmean(row) for row in scores])
-    left = _left_over(columns)
-    powers = [0.0 if column is None else _dot(column, column) for column in left]
+    means = _centred([sum(row) / len(row) for row in scores])
+    left, powers = _left_over(columns)
     slopes = [
         None if column is None else _dot(column, means) / power
         for column, power in zip(left, powers, strict=True)
@@ -185,14 +183,19 @@ def _error(
     return math.sqrt(total), total * total / doubt if doubt else noise.freedom
 
 
-def _left_over(columns: Sequence[list[float]]) -> list[list[float] | None]:
-    """What each of them has of its own; of a design as it was dealt all of it."""
-    if _are_orthogonal(columns):
-        return [column if any(column) else None for column in columns]
-    return [_unlike_others(columns, knob) for knob in range(len(columns))]
+def _left_over(
+    columns: Sequence[list[float]],
+) -> tuple[list[list[float] | None], list[float]]:
+    """What each of them has of its own, and its power; of a design as it was dealt all of it."""
+    powers = [_dot(column, column) for column in columns]
+    if _are_orthogonal(columns, powers):
+        pairs = zip(columns, powers, strict=True)
+        return [column if power else None for column, power in pairs], powers
+    left = [_unlike_others(columns, knob) for knob in range(len(columns))]
+    return left, [0.0 if column is None else _dot(column, column) for column in left]
 
 
-def _are_orthogonal(columns: Sequence[list[float]]) -> bool:
+def _are_orthogonal(columns: Sequence[list[float]], powers: Sequence[float]) -> bool:
     """Most are, and to see it takes a hundredth of the time that it takes to make them so.
 
     Then a sum of all, each times a number that has nothing to do with the others, has the sum of
@@ -200,7 +203,7 @@ def _are_orthogonal(columns: Sequence[list[float]]) -> bool:
     """
     sizes = [math.sqrt(2 + place) for place in range(len(columns))]
     together = [_dot(sizes, row) for row in zip(*columns, strict=True)]
-    alone = sum(size * size * _dot(c, c) for size, c in zip(sizes, columns, strict=True))
+    alone = sum(size * size * power for size, power in zip(sizes, powers, strict=True))
     return abs(_dot(together, together) - alone) <= ROUNDING * alone
 
 

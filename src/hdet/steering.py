@@ -104,11 +104,11 @@ class Knob:
         if self.fan:
             return [self.factor(replica) for replica in range(len(self.fan))]
         known = {level: self._at(level) for level in set(self.levels)}  # two, in most designs
-        return [known[level] for level in self.levels]
+        return list(map(known.__getitem__, self.levels))
 
     def positions(self, factors: Sequence[float]) -> list[float]:
         known = {factor: self.about.space.position(factor) for factor in set(factors)}
-        return [known[factor] for factor in factors]
+        return list(map(known.__getitem__, factors))
 
     def _at(self, level: float) -> float:
         return self.about.space.shifted(self.state.scale, self.width * self.state.narrow * level)
