@@ -1,12 +1,15 @@
 """How far below where scores explode does the best learning rate lie?
 
     python -m benchmarks.explosion [--quick] [--data FOLDER] [--out FILE]
+    python -m benchmarks.explosion --scouts [--data FOLDER] [--out FILE]    the scouts alone, anew
 
 A scout sees a few steps. What gains most in them is often far below what ends best; where scores
 explode is seen in them just as well. For variants of the language model and of its fine-tuning
 (size, batch, length, optimizer) a grid of learning rates is trained to the end, and rounds of 6
 and of 12 steps are made with an eighth of the batch over eight decades. The numbers by which
-`hdet.growth.least` divides come from here; no other task of the settling benchmark has a part.
+`hdet.growth.least` divides come from here; no other task of the settling benchmark has a part. What
+a scout finds there, with a probe and by losses, from three starts, is told beside it, and what that
+costs by the curve of the grid.
 """
 
 import argparse
@@ -14,8 +17,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple
@@ -25,14 +27,28 @@ from torch import Tensor
 
 import hdet
 from benchmarks import tasks
-from benchmarks.methods import Bench, N, Run, agreed, plain, shape, split
+from benchmarks.methods import (
+    Bench,
+    N,
+    Run,
+    agreed,
+    beginning,
+    plain,
+    scouted,
+    shape,
+    split,
+)
 from benchmarks.models import Size
+from benchmarks.regret import loss_at, percent
 from benchmarks.settle import GPT_SIZE, RESULTS, TINY, plain_json
-from benchmarks.tasks import Plan, Task
+from benchmarks.tasks import Plan
 from hdet.verdict import Point, explosion
 
 ROUNDS = (6, 12)
 SEEDS, GRID_SEEDS = (0, 1, 2), (100, 101)
+STARTS = (1 / 30, 1.0, 30.0)
+"""Of a scout, in units of the best learning rate."""
+SIGNALS = ("probe", "losses")
 SMALL = Size(256, 128, 4, 4, 96)
 MIDDLE = {"AdamW": 2e-3, "SGD": 0.4}
 PER_DECADE, DECADES = 3, 8
@@ -116,6 +132,17 @@ def _scores(bench: Bench, fleet: Any, weights: Tensor) -> list[float]:
     return scores
 
 
+def scouts_of(bench: Bench, grid: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """The learning rates that scouts begin with."""
+    runs = [Run(best_of(grid) * start, seed) for start in STARTS for seed in SEEDS]
+    found: dict[str, list[float]] = {}
+    for signal in SIGNALS:
+        searches = scouted(bench, runs, probe=signal == "probe", scout=hdet.Scout())
+        pairs = zip(runs, searches, strict=True)
+        found[signal] = [run.lr * beginning(bench, search).factor for run, search in pairs]
+    return found
+
+
 # What it says ---------------------------------------------------------------------------------
 
 
@@ -149,6 +176,26 @@ def distance(case: Mapping[str, Any], num_steps: int) -> float:
     return median(found) / best_of(case["grid"])
 
 
+class Found(NamedTuple):
+    """What the scouts of a variant have come to."""
+
+    ratio: float
+    """In units of the best, in the middle."""
+    regret: float
+    """What it costs, in %, in the middle."""
+    worst: float
+
+
+def found_in(case: Mapping[str, Any], signal: str) -> Found:
+    losses: dict[float, list[float]] = {}
+    for lr, loss in case["grid"]:
+        losses.setdefault(lr, []).append(math.inf if loss is None or math.isnan(loss) else loss)
+    curve = {lr: fmean(both) for lr, both in losses.items()}
+    lowest, lrs = min(curve.values()), case["scouts"][signal]
+    regrets = [100 * (loss_at(curve, lr) / lowest - 1) for lr in lrs]
+    return Found(median(lrs) / best_of(case["grid"]), median(regrets), max(regrets))
+
+
 def headline(cases: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {"variants": len(cases)}
     for optimizer in ("AdamW", "SGD"):
@@ -158,28 +205,30 @@ def headline(cases: Mapping[str, Any]) -> dict[str, Any]:
             name = f"{optimizer.lower()}_{num_steps}_steps"
             told[f"{name}_nearest"], told[f"{name}_farthest"] = min(far), max(far)
             told[f"{name}_mean"] = geometric_mean(far)
+        for signal in SIGNALS:
+            regrets = [found_in(case, signal).regret for case in own]
+            told[f"{optimizer.lower()}_scout_by_{signal}_median_pct"] = median(regrets)
     return told
 
 
 def table(cases: Mapping[str, Any]) -> str:
     lines = [
-        "| | best learning rate | noise | explodes after 6 steps at | after 12 |",
-        "|---|---|---|---|---|",
+        "| | best learning rate | noise | explodes after 6 steps at | after 12 | a scout finds, "
+        "with a probe | that costs, % (worst) | by losses | that costs, % (worst) |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in cases.items():
         six, twelve = (distance(case, num) for num in ROUNDS)
         noise = fmean(told["noise"] for told in case["rounds"])
-        lines.append(
-            f"| {name} | {best_of(case['grid']):.2g} | {noise:.2g} | x {six:.2g} | x {twelve:.2g} |"
-        )
+        cells = [f"{best_of(case['grid']):.2g}", f"{noise:.2g}", f"x {six:.2g}", f"x {twelve:.2g}"]
+        for signal in SIGNALS:
+            found = found_in(case, signal)
+            cells += [f"x {found.ratio:.2g}", f"{percent(found.regret)} ({percent(found.worst)})"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def case_of(
-    variant: Variant, make: Callable[[Plan], Task], places: Sequence[int]
-) -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available()
-    bench = Bench(make(variant.plan()), variant.plan(), on_gpu, on_gpu)
+def case_of(bench: Bench, variant: Variant, places: Sequence[int]) -> dict[str, Any]:
     return {
         "optimizer": variant.optimizer,
         "batch": variant.batch,
@@ -192,30 +241,36 @@ def case_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two tiny variants, a coarse grid")
+    parser.add_argument("--scouts", action="store_true", help="these alone; the rest is kept")
     parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
     parser.add_argument("--checkpoint", type=Path, default=RESULTS / "pretrained.pt")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = None if options.data is None else Path(options.data)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cases: dict[str, Any] = {}
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    out = options.out or RESULTS / ("explosion.quick.json" if options.quick else "explosion.json")
+    cases: dict[str, Any] = json.loads(out.read_text())["cases"] if options.scouts else {}
     for name, variant in (QUICK if options.quick else VARIANTS).items():
         start: dict[str, Any] = {}
         if variant.tuned:
             start = {"text": "text", "start": torch.load(options.checkpoint, map_location=device)}
-        make = partial(tasks.language, folder=folder, device=device, **start)
-        cases[name] = case_of(variant, make, range(-6, 7, 3) if options.quick else range(-7, 8))
+        task = tasks.language(variant.plan(), folder=folder, device=device, **start)
+        bench = Bench(task, variant.plan(), on_gpu, on_gpu)
+        if not options.scouts:
+            places = range(-6, 7, 3) if options.quick else range(-7, 8)
+            cases[name] = case_of(bench, variant, places)
+        cases[name]["scouts"] = scouts_of(bench, cases[name]["grid"])
         print(f"{name}: done", flush=True)
     told = {
         "headline": headline(cases),
-        "settings": {"replicas": N, "seeds": SEEDS, "grid_seeds": GRID_SEEDS},
+        "settings": {"replicas": N, "seeds": SEEDS, "grid_seeds": GRID_SEEDS, "starts": STARTS},
         "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cases": cases,
     }
-    name = "explosion.quick.json" if options.quick else "explosion.json"
-    (options.out or RESULTS / name).write_text(json.dumps(plain_json(told)) + "\n")
+    out.write_text(json.dumps(plain_json(told)) + "\n")
     print(table(cases))
 
 

@@ -26,6 +26,7 @@ from benchmarks.regret import (
     defaults,
     headline,
     is_lost,
+    loss_at,
     luck_of,
     percent,
     quantile,
@@ -69,6 +70,32 @@ def numbers_of(rows: Sequence[Row], luck: Mapping[str, Luck], method: str = HDET
         ]
         lines.append(f"| {task} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def parts_of(
+    rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], fewer: Mapping[str, float]
+) -> str:
+    """What hdet loses by the learning rate it chooses, by the steps of its scout, and by luck."""
+    lines = [
+        "| | all of it: median | 90th percentile | worst | its learning rate: median | 90th "
+        "percentile | worst | 3 % fewer steps | luck: 90th percentile | worst |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    luck, grids = luck_of(runs), by(runs, lambda run: run["job"]["task"])
+    ours = by((row for row in rows if row.method == HDET), lambda row: row.task)
+    for task, part in ours.items():
+        curve = curve_of(grids[task])
+        best = min(curve, key=curve.__getitem__)
+        chosen = [100 * (loss_at(curve, row.lr * best) / curve[best] - 1) for row in part]
+        steps = fewer.get(f"{task}: 3 % fewer, made up over the whole run")
+        cells = [*_spread([row.regret for row in part]), *_spread(chosen)]
+        cells += ["" if steps is None else percent(steps), *map(percent, luck[task])]
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _spread(regrets: Sequence[float]) -> list[str]:
+    return [percent(median(regrets)), percent(quantile(regrets, 0.9)), percent(max(regrets))]
 
 
 def starts_of(rows: Sequence[Row], methods: Sequence[str]) -> str:
@@ -314,6 +341,7 @@ def page(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], head: Mapping[s
         headline="\n".join(f"| `{name}` | {_shown(value)} |" for name, value in head.items()),
         numbers=numbers_of(rows, luck_of(runs)),
         default=numbers_of(rows, luck_of(runs), DEFAULT),
+        parts=parts_of(rows, runs, _result("rewind")["headline"]),
         trackers=trackers_of(_result("trackers")["tasks"]),
         curves=curves_of(_result("curves")["cases"]),
         wrong=wrong_of(_result("wrong")["situations"]),

@@ -17,7 +17,8 @@ def case(far: float) -> dict[str, Any]:
     lrs = [10.0 ** (place / 3 - 6) for place in range(24)]
     scores = [4.0 + 6.0 * (lr / BEST / far) ** 2 for lr in lrs]
     told = {"lrs": lrs, "outset": 5.0, "noise": 1.0, "after 6": scores, "after 12": scores}
-    return {"optimizer": "AdamW", "grid": grid, "rounds": [told]}
+    scouts = {"probe": [BEST, 2 * BEST, 2 * BEST], "losses": [BEST] * 3}
+    return {"optimizer": "AdamW", "grid": grid, "rounds": [told], "scouts": scouts}
 
 
 def test_the_best_lies_between_those_of_the_grid() -> None:
@@ -37,3 +38,11 @@ def test_the_headline_is_flat() -> None:
     assert head["adamw_6_steps_farthest"] == pytest.approx(2 * head["adamw_6_steps_nearest"], 1e-3)
     assert all(isinstance(value, (int, float)) for value in head.values())
     assert "| a | 0.003 | 1 |" in explosion.table(cases)
+    assert "| x 2 |" in explosion.table(cases)
+
+
+def test_what_a_scout_finds_is_read_off_the_grid() -> None:
+    grid = [[1.0, 4.0], [2.0, 2.0], [4.0, 2.2], [8.0, math.nan]]
+    one = {"grid": grid, "scouts": {"probe": [2.0, 4.0, 1.0], "losses": [8.0, 2.0, 2.0]}}
+    assert explosion.found_in(one, "probe")[1:] == pytest.approx((10.0, 100.0))
+    assert explosion.found_in(one, "losses")[1:] == (0.0, math.inf)

@@ -6,7 +6,6 @@ are skipped; with HDET_HOSTS=required that is a failure.
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,99 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.hosts import ROOT, Hosts, environment
+
 NEEDED = os.environ.get("HDET_HOSTS") == "required"
 STEPS, WIDTH = 100, 512
 MODEL_BYTES = 4 * (64 * WIDTH + WIDTH + 10 * WIDTH + 10)
-
-
-class Hosts:
-    """Two namespaces, `first` and `second`, and a cable."""
-
-    def __init__(self) -> None:
-        mark = f"{os.getpid() % 100_000}"
-        self.names = [f"hdet{mark}a", f"hdet{mark}b"]
-        self.wires = [f"hw{mark}a", f"hw{mark}b"]
-        self.addresses = ["10.77.42.1", "10.77.42.2"]
-        try:
-            self._make()
-        except BaseException:
-            self.close()
-            raise
-
-    def _make(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-        ip("link", "add", self.wires[0], "type", "veth", "peer", "name", self.wires[1])
-        for name, wire, address in zip(self.names, self.wires, self.addresses, strict=True):
-            ip("link", "set", wire, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", wire)
-            ip("-n", name, "link", "set", wire, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-
-    def shape(self, rate: str) -> None:
-        for name, wire in zip(self.names, self.wires, strict=True):
-            limit = ["rate", rate, "burst", "256kb", "latency", "400ms"]
-            call("tc", "-n", name, "qdisc", "add", "dev", wire, "root", "tbf", *limit)
-
-    def sent(self) -> int:
-        """Bytes that have left the first host so far."""
-        counter = f"/sys/class/net/{self.wires[0]}/statistics/tx_bytes"
-        return int(call("ip", "netns", "exec", self.names[0], "cat", counter))
-
-    def torchrun(self, *arguments: str, **variables: str) -> str:
-        """The same on both hosts, two processes each; what the first one says."""
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[0]}:29400"]
-        nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "2"]
-
-        def torchrun(address: str, *, is_host: bool) -> list[str]:
-            # It knows a host by its name, and namespaces have none.
-            where = ["--local-addr", address, "--rdzv-conf", f"is_host={int(is_host)}"]
-            return [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, *where]
-
-        runs = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *torchrun(address, is_host=place == 0), *arguments],
-                cwd=ROOT,
-                env={**environment(), "GLOO_SOCKET_IFNAME": wire, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            for place, (name, wire, address) in enumerate(
-                zip(self.names, self.wires, self.addresses, strict=True)
-            )
-        ]
-        try:
-            said = [run.communicate(timeout=120)[0] for run in runs]
-        finally:
-            for run in runs:
-                if run.poll() is None:
-                    os.killpg(run.pid, signal.SIGKILL)
-        assert all(run.returncode == 0 for run in runs), "\n".join(said)
-        return said[0] + said[1]
-
-    def close(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def environment() -> dict[str, str]:
-    """Torchrun would find the addresses of the first life in its store, after a restart."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def call(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
-
-
-def ip(*arguments: str) -> None:
-    call("ip", *arguments)
 
 
 @pytest.fixture
@@ -151,6 +67,12 @@ def weights(said: str) -> str:
     return said.split("sum of all weights ")[1].split()[0]
 
 
+def at_the_end(out: Path) -> dict[str, Any]:
+    """All that the last checkpoint of a run holds: weights, optimizers, schedule."""
+    dcp_to_torch_save(out / f"step_{STEPS}", out / "all.pt")
+    return flatten_state_dict(torch.load(out / "all.pt", weights_only=False))[0]
+
+
 def test_two_hosts_end_where_one_does_and_send_no_gradients(hosts: Hosts, tmp_path: Path) -> None:
     """Over a slow link, with a process that dies half-way."""
     hosts.shape("100mbit")
@@ -159,6 +81,10 @@ def test_two_hosts_end_where_one_does_and_send_no_gradients(hosts: Hosts, tmp_pa
     two = hosts.torchrun(*script(tmp_path / "two", *options), HDET_STUMBLE="50")
     assert "going on from step 50" in two
     assert weights(two) == weights(one)
+    ours, want = at_the_end(tmp_path / "two"), at_the_end(tmp_path / "one")
+    assert ours.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value
     # A ring of four sends 1.5 times what is reduced over each of its links, and one leaves this
     # host: shared gradients would take that for every step. Five converges take less, with all that
     # two starts and two checkpoints take besides.

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 import hdet
 from hdet.mesh import _parameter_groups
@@ -38,6 +39,7 @@ N, T, S, WARMUP = 2, 3, 72, 12
 PEAKS = [0.03, 0.01, 0.02, 0.05]
 SETTINGS = {"spread": 0.25, "temperature": 0.05, "step_size": 0.7, "momentum": 0.8}
 NAMES = ["embedding", "no_decay", "non_embedding", "transformer"]
+EIGHT = "3d, eight processes"
 
 
 def sharded(model: toy.Toy, mesh: DeviceMesh) -> nn.Module:
@@ -53,13 +55,14 @@ def split(model: toy.Toy, mesh: DeviceMesh) -> toy.Toy:
 
 
 def laid_out(kind: str) -> tuple[nn.Module, DeviceMesh]:
-    """A toy over four processes, two for each replica, and the mesh it lies on."""
+    """A toy over four processes, two for each replica, or over eight; and the mesh it lies on."""
     model = toy.toy()
     if kind in ("hsdp", "fsdp"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         return sharded(model, mesh if kind == "hsdp" else mesh["shard"]), mesh
-    if kind == "3d":
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    if kind in ("3d", EIGHT):
+        shape = (2, 2 if kind == EIGHT else 1, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp"))
         return sharded(split(model, mesh["tp"]), mesh["replicate", "shard"]), mesh
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tp"))
     split(model, mesh["tp"])
@@ -73,7 +76,7 @@ def loss_of(
 ) -> Tensor:
     """Parts that share the data of a replica have half of it each; those that share its model have
     all of it."""
-    if kind not in ("hsdp", "fsdp"):
+    if kind not in ("hsdp", "fsdp", EIGHT):
         return toy.loss_of(model, step, replica)
     if part is not None:
         return toy.loss_of(model, step, 2 * replica + part)
@@ -83,14 +86,16 @@ def loss_of(
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def train(rank: int, kind: str, gradients: str, name: str, folder: str) -> list[Tensor]:
+def train(
+    rank: int, kind: str, gradients: str, name: str, folder: str, total: int = S
+) -> list[Tensor]:
     model, mesh = laid_out(kind)
     named = dict(model.named_parameters())  # DDP hides those of tensor parallelism after a forward
     optimizer = toy.OPTIMIZERS[name](model)
     scheduler = hdet.OneCycleHDET(
         optimizer,
         PEAKS,
-        total_steps=S,
+        total_steps=total,
         cycle_momentum=False,
         sync_every=T,
         warmup_steps=WARMUP,
@@ -102,9 +107,10 @@ def train(rank: int, kind: str, gradients: str, name: str, folder: str) -> list[
         seed=5,
         **SETTINGS,  # type: ignore[arg-type]
     )
-    for step in range(S):
+    for step in range(total):
         optimizer.zero_grad()
-        loss = loss_of(model, step, rank // 2, kind, rank % 2)
+        replica, part = (rank // 4, rank // 2 % 2) if kind == EIGHT else (rank // 2, rank % 2)
+        loss = loss_of(model, step, replica, kind, part)
         loss.backward()
         optimizer.step()
         scheduler.step(loss)
@@ -222,7 +228,7 @@ def joined(shard: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return torch.cat(everyone, dim)
 
 
-def expected(kind: str, gradients: str, name: str) -> reference.Run:
+def expected(kind: str, gradients: str, name: str, total: int = S) -> reference.Run:
     return reference.run(
         toy.toy(),
         toy.OPTIMIZERS[name],
@@ -230,7 +236,7 @@ def expected(kind: str, gradients: str, name: str) -> reference.Run:
         lambda group, cycle: assignment(N, seed=5, cycle=cycle, knob=f"lr/{NAMES[group]}"),
         num_replicas=N,
         peaks=PEAKS,
-        total_steps=S,
+        total_steps=total,
         sync_every=T,
         warmup_steps=WARMUP,
         alpha=0.25,
@@ -305,6 +311,21 @@ def test_a_sharded_replica_equals_the_reference_on_the_whole_model(
     assert len(cycles) == len(want.cycles)  # one process of all has written them
     for line, cycle in zip(cycles, want.cycles, strict=True):
         check_cycle(line, cycle, held)
+
+
+def train_on_eight(rank: int, folder: str) -> list[Tensor]:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    return train(rank, EIGHT, "local", "sgd", folder, total=24)
+
+
+def test_shards_and_tensor_parallelism_in_a_replica(tmp_path: Path) -> None:
+    want = expected(EIGHT, "local", "sgd", total=24).parameters
+    pool = Processes(most=8)
+    trained = pool(8, train_on_eight, str(tmp_path))
+    pool.close()
+    for process, weights in enumerate(trained):
+        for ours, theirs in zip(weights, want[process // 4], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 # What else happens to a run, beside the same on one device ----------------------------------------
@@ -412,7 +433,7 @@ def mesh_of_four() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def started(model: nn.Module, replicas: hdet.ProcessReplicas, **options: Any) -> Any:
+def started(model: nn.Module, replicas: hdet.ProcessReplicas | None, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     base = OneCycleLR(optimizer, 0.01, total_steps=40, cycle_momentum=False)
     given = {"sync_every": 2, "gradients": "local", "preset": "paper", **options}
@@ -621,6 +642,17 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
     steps(rank, four, 8)
     told["step"] = four[2].last_epoch
 
+    # An outer optimizer may be new.
+    plain = hdet.HDET(
+        OneCycleLR(four[1], 0.02, total_steps=40),
+        model=four[0],
+        sync_every=5,
+        preset="paper",
+        gradients="local",
+    )
+    hdet.save_checkpoint(f"{folder}/plain", model=four[0], optimizer=four[1], scheduler=plain)
+    hdet.load_checkpoint(f"{folder}/plain", **names(four))
+
     bag = Bag(distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)]), rank)
     mesh = mesh_of_four()
     lonely = hdet.ProcessReplicas(mesh["replicate"], keep_out=["experts.*"])
@@ -658,6 +690,85 @@ def test_it_loads_on_another_mesh(kept: list[dict[str, Any]]) -> None:
         for ours, want in zip(each["moments on four"], kept[0]["moments"], strict=True):
             assert all(a.equal(b) for a, b in zip(ours, want, strict=True))
         assert each["step"] == 20
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.02),
+    "fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
+    "capturable": partial(torch.optim.AdamW, lr=0.02, capturable=True),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.02),
+}
+
+
+def one_replica(model: nn.Module, kind: str) -> tuple[nn.Module, Any, hdet.HDET]:
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    base = LambdaLR(optimizer, lambda _: 1.0)
+    return model, optimizer, hdet.HDET(base, model=model, sync_every=5, scout=None, guard=None)
+
+
+def wrapped() -> nn.Module:
+    """The same network, with names that torch.compile and activation checkpointing have changed."""
+    layers = net()
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[2] = cast(nn.Module, torch.compile(layers[2], backend="eager"))
+    return cast(nn.Module, torch.compile(layers, backend="eager"))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_goes_on(kind: str, tmp_path: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "capturable" and device == "cpu":
+        pytest.skip("torch makes such steps on a device only")
+    first, again = (one_replica(net().to(device), kind) for _ in range(2))
+    few_steps(first)
+    hdet.save_checkpoint(tmp_path / "saved", **names(first))
+    hdet.load_checkpoint(tmp_path / "saved", **names(again))
+    for run in (first, again):
+        few_steps(run)
+    for ours, want in zip(again[0].parameters(), first[0].parameters(), strict=True):
+        assert ours.equal(want)
+
+
+def few_steps(run: tuple[nn.Module, Any, hdet.HDET]) -> None:
+    model, optimizer, scheduler = run
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = small_run.batch(step, 0).to(next(model.parameters()).device)
+        loss = small_run.loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+
+
+@pytest.mark.parametrize("makes", [(net, wrapped), (wrapped, net)])
+def test_wrappers_change_no_names(makes: Any, tmp_path: Path) -> None:
+    first, again = (one_replica(make(), "adamw") for make in makes)
+    few_steps(first)
+    hdet.save_checkpoint(tmp_path / "saved", **names(first))
+    hdet.load_checkpoint(tmp_path / "saved", **names(again))
+    for ours, want in zip(moments(again[1]), moments(first[1]), strict=True):
+        assert ours.equal(want) and want.any()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    first = one_replica(net(), "adamw")
+    few_steps(first)
+    hdet.save_checkpoint(tmp_path / "saved", **names(first))
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    for moved, kind, why in [
+        (model[0], LambdaLR, r"got none named \['2.bias', '2.weight'\]"),
+        (model, StepLR, "must be of a StepLR, got that of a LambdaLR"),
+    ]:
+        optimizer = torch.optim.AdamW(moved.parameters(), lr=0.02)
+        base = StepLR(optimizer, 5) if kind is StepLR else LambdaLR(optimizer, lambda _: 1.0)
+        scheduler = hdet.HDET(base, model=model, sync_every=5, scout=None, guard=None)
+        with pytest.raises(ValueError, match=why):
+            hdet.load_checkpoint(
+                tmp_path / "saved", model=model, optimizer=optimizer, scheduler=scheduler
+            )
+        assert all(p.equal(kept) for p, kept in zip(model.parameters(), before, strict=True))
+        assert not optimizer.state
 
 
 def test_stacked_replicas_are_saved_otherwise() -> None:
@@ -700,6 +811,7 @@ def alike_inside(model: nn.Module, group: Any) -> bool:
 
 def crossed(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
+    dist.new_group([0])  # who is in more groups than others holds nobody up
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     replicas = hdet.ProcessReplicas(mesh["replicate"])
     inside, across = mesh["data"].get_group(), mesh["replicate"].get_group()
@@ -723,6 +835,10 @@ def crossed(rank: int) -> dict[str, Any]:
     model(HELD).square().mean().backward()
     (group,) = _parameter_groups(model)
     told["again"] = hasattr(group.mesh_info, "replicate_process_group")
+
+    # A replica that hdet takes for smaller than it is would fall apart.
+    told["by group"] = refusal(lambda: started(model, hdet.ProcessReplicas(across)))
+    told["by default"] = refusal(lambda: started(split(toy.toy(), mesh["data"]), None))
 
     odd = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "data"))
     told["odd"] = refusal(lambda: hdet.ProcessReplicas(odd["replicate"]))
@@ -785,9 +901,26 @@ def test_wires_inside_a_replica_are_left_alone(fresh: Processes) -> None:
         assert told["inside"] == (True, False)
         assert "got processes [0, 1, 2, 3] that do both" in told["both"]
         assert told["again"] and told["nearly nothing"]
+        assert "this replica consists of" in told["by group"]
+        assert "sharded inside of a replica, or over all of them" in told["by default"]
         assert told["odd"].startswith("the processes of a mesh must be in rising order")
         assert told["perturb"] == "`perturb_` needs `replicas=` for a sharded model, got None."
         assert told["probe"].startswith("`probe` must score the same batches on all replicas")
+
+
+def unflattened(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    mesh = world._unflatten(0, (2, 2), ("replicate", "shard"))
+    model, replicas = net(), hdet.ProcessReplicas(mesh["replicate"])
+    fully_shard(model, mesh=mesh)
+    told = steps(rank, run_on(model, replicas), 7)
+    return replicas.parts, told, steps(rank, hybrid(), 7)
+
+
+def test_a_mesh_may_be_unflattened_from_another(fresh: Processes) -> None:
+    for parts, ours, theirs in fresh(4, unflattened):
+        assert parts == 2
+        assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
 
 
 class Spare(nn.Module):

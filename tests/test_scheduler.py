@@ -672,6 +672,8 @@ def test_a_group_that_came_later_is_pointed_out() -> None:
     scheduler.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="must keep its 1 parameter groups, got 2"):
         scheduler.load_state_dict(scheduler.state_dict())
+    with pytest.raises(ValueError, match="must keep its 1 parameter groups, got 2"):
+        scheduler.step(torch.tensor(1.0))
 
 
 def test_an_empty_group_is_no_obstacle() -> None:

@@ -7,12 +7,15 @@ names of their parameters: torch's own way makes a step with an optimizer that h
 """
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.scheduler import HDET
@@ -20,8 +23,9 @@ from hdet.stacked_optimizer import StackedOptimizer
 
 # Torch's own is imported where it is used: it takes a second, which most programs need not spend.
 
-WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before names."""
+WITH_MODULE = (DataParallel, DistributedDataParallel)
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What torch.compile, activation checkpointing and FSDP1 put into names; DDP puts "module"."""
 
 
 def save_checkpoint(
@@ -41,7 +45,8 @@ def save_checkpoint(
     state["hdet"] = json.dumps(scheduler.state_dict())
     for name, (one, parameters) in parts.items():
         state[name] = {"tensors": _tensors(one, parameters), "others": _others(one, parameters)}
-    save(state, checkpoint_id=str(folder))
+    with _without_a_word():
+        save(state, checkpoint_id=str(folder))
 
 
 def load_checkpoint(
@@ -55,17 +60,35 @@ def load_checkpoint(
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    parts = _optimizers(model, optimizer, scheduler)
     saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    parts = {
+        name: part
+        for name, part in _optimizers(model, optimizer, scheduler).items()
+        if name != "outer" or "outer.others" in saved  # it may be new
+    }
+    told = {"hdet": ""}
+    with _without_a_word():
+        load(told, checkpoint_id=str(folder))
+    schedule = json.loads(told["hdet"])
+    scheduler.check_state_dict(schedule)  # torch loads into the model itself: not before
     weights = get_model_state_dict(model)
-    state: dict[str, Any] = {"model": weights, "hdet": ""}
+    state: dict[str, Any] = {"model": weights}
     for name, (_, parameters) in parts.items():
         state[name] = {"tensors": _room(name, parameters, saved), "others": ""}
-    load(state, checkpoint_id=str(folder))
+    with _without_a_word():
+        load(state, checkpoint_id=str(folder))
     set_model_state_dict(model, weights)
     for name, (one, parameters) in parts.items():
         _fill(one, parameters, state[name]["tensors"], state[name]["others"])
-    scheduler.load_state_dict(json.loads(state["hdet"]))
+    scheduler.load_state_dict(schedule)
+
+
+@contextmanager
+def _without_a_word() -> Iterator[None]:
+    """Torch warns that a run of one process is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
+        yield
 
 
 def _optimizers(
@@ -83,7 +106,7 @@ def _optimizers(
             f"parameters {names} exist once in each process but are plain tensors, of which torch "
             "would save a single one: make them DTensors."
         )
-    known = {id(parameter): _bare(name) for name, parameter in model.named_parameters()}
+    known = {id(p): _bare(model, name) for name, p in model.named_parameters()}
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(parameter) not in known for parameter in own):
         raise ValueError(
@@ -92,15 +115,20 @@ def _optimizers(
         )
     found = {"optimizer": (optimizer, {known[id(parameter)]: parameter for parameter in own})}
     if scheduler.outer is not None:
-        named = scheduler.outer_parameters()
-        found["outer"] = scheduler.outer, {_bare(name): p for name, p in named.items()}
+        pairs = scheduler.outer_parameters()
+        found["outer"] = scheduler.outer, {known[id(own)]: outer for own, outer in pairs}
     return found
 
 
-def _bare(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
+def _bare(model: nn.Module, name: str) -> str:
+    """The name that a parameter has without wrappers, as in torch's own checkpoints."""
+    holder: Any = model
+    kept = []
+    for part in name.split("."):
+        if part not in WRAPPED and not (part == "module" and isinstance(holder, WITH_MODULE)):
+            kept.append(part)
+        holder = getattr(holder, part)
+    return ".".join(kept)
 
 
 def _tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,17 +163,19 @@ def _room(
     part: str, parameters: Mapping[str, Tensor], saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """For what was saved: tensors like their parameters, or numbers on their own."""
-    room, prefix = {}, f"{part}.tensors."
-    for entry, about in saved.items():
-        name = entry.removeprefix(prefix)
-        parameter = parameters.get(name.rpartition("/")[0])
-        if not entry.startswith(prefix) or parameter is None:
-            continue
-        like = about.size == parameter.shape
-        empty = torch.zeros(about.size, dtype=about.properties.dtype)
-        room[name] = (
-            torch.zeros_like(parameter.detach(), dtype=about.properties.dtype) if like else empty
+    prefix = f"{part}.tensors."
+    entries = {e.removeprefix(prefix): about for e, about in saved.items() if e.startswith(prefix)}
+    if unknown := {e.rpartition("/")[0] for e in entries}.difference(parameters):
+        raise ValueError(
+            f"`{part}` must have the parameters that it was saved with, got none named "
+            f"{sorted(unknown)}; it has {sorted(parameters)}."
         )
+    room = {}
+    for entry, about in entries.items():
+        parameter, dtype = parameters[entry.rpartition("/")[0]].detach(), about.properties.dtype
+        like = about.size == parameter.shape
+        empty = torch.zeros(about.size, dtype=dtype, device=parameter.device)
+        room[entry] = torch.zeros_like(parameter, dtype=dtype) if like else empty
     return room
 
 
@@ -156,13 +186,19 @@ def _fill(
     others: str,
 ) -> None:
     told = json.loads(others)
-    optimizer.state.clear()
-    for entry, value in [*tensors.items(), *told["states"].items()]:
-        name, _, key = entry.rpartition("/")
-        optimizer.state[parameters[name]][key] = value
     for group, settings in zip(optimizer.param_groups, told["groups"], strict=False):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)  # compiled and captured steps know it by its place
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    optimizer.state.clear()
+    for entry, value in [*tensors.items(), *told["states"].items()]:
+        name, _, key = entry.rpartition("/")
+        parameter = parameters[name]
+        if key == "step" and isinstance(value, Tensor):
+            # Steps are counted on the host, unless the device counts them itself.
+            on_device = any(group_of[parameter].get(way) for way in ("fused", "capturable"))
+            value = value.to(parameter.device if on_device else "cpu")
+        optimizer.state[parameter][key] = value

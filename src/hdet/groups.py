@@ -49,6 +49,7 @@ def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
     would be multiplied in again at every step. Tensors are put aside and come back as the same
     objects, since a compiled optimizer step holds on to them.
     """
+    _check_groups(optimizer, len(base_lrs))
     aside = []
     for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
         kept = {"lr": group["lr"]}

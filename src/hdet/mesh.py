@@ -1,5 +1,6 @@
 """Where a process stands in a device mesh, and who averages gradients with whom there."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hdet.shards import sharded_modules
 
 def same_replica(mesh: DeviceMesh) -> list[int]:
     """The processes that differ from this one in other dimensions of a mesh than the given one."""
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_in_older_torch(mesh)
+    root = _root_of(mesh)
     ranks = root.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(
@@ -23,11 +24,44 @@ def same_replica(mesh: DeviceMesh) -> list[int]:
     column = dist.get_process_group_ranks(mesh.get_group())
     if dist.get_rank() not in places or not set(column) <= set(places):
         return [dist.get_rank()]  # a mesh of its own
-    shape = tuple(root.mesh.shape)
+    shape = shape_with([places[rank] for rank in column], tuple(root.mesh.shape))
     coordinates = {rank: _unravel(place, shape) for rank, place in places.items()}
-    here = coordinates[dist.get_rank()]
-    along = [d for d in range(len(shape)) if len({coordinates[r][d] for r in column}) > 1]
+    here, along = coordinates[dist.get_rank()], _along([coordinates[rank] for rank in column])
     return [r for r, at in coordinates.items() if all(at[d] == here[d] for d in along)]
+
+
+def wires_of(mesh: DeviceMesh) -> list[Any]:
+    """The groups along all dimensions of the mesh that a dimension was taken from: everybody is
+    reached by one after another."""
+    root = _root_of(mesh)
+    here = dist.get_rank() in root.mesh.flatten().tolist()
+    return [root.get_group(d) for d in range(root.ndim)] if here else [mesh.get_group()]
+
+
+def shape_with(column: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a mesh of which a column is a dimension, or several.
+
+    That of the root, or where a dimension of the root was unflattened one that has it.
+
+    >>> shape_with([0, 2], (2, 2)), shape_with([1, 3], (4,)), shape_with([4, 6], (2, 4))
+    ((2, 2), (1, 2, 2), (2, 2, 2))
+    """
+    along = _along([_unravel(place, shape) for place in column])
+    if math.prod(shape[d] for d in along) == len(column):
+        return tuple(shape)
+    step, num, total = column[1] - column[0], len(column), math.prod(shape)
+    evenly = list(range(column[0], column[0] + num * step, step))
+    if list(column) != evenly or total % (num * step):
+        raise ValueError(
+            f"the replicas must be a dimension of a mesh, got processes at {list(column)} of "
+            f"{total}: make the mesh by init_device_mesh with that dimension."
+        )
+    return total // (num * step), num, step
+
+
+def _along(coordinates: Sequence[tuple[int, ...]]) -> list[int]:
+    """The dimensions in which they differ."""
+    return [d for d, values in enumerate(zip(*coordinates, strict=True)) if len(set(values)) > 1]
 
 
 def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -38,8 +72,10 @@ def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(at))
 
 
-def _root_in_older_torch(mesh: DeviceMesh) -> DeviceMesh:
-    from torch.distributed.device_mesh import _mesh_resources
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # in older torch
 
     return _mesh_resources.get_root_mesh(mesh)
 

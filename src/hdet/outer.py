@@ -5,7 +5,7 @@ Nesterov momentum is DiLoCo. Every process makes the same step on the same mean,
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,9 @@ class Outer:
 
         optimizer.register_step_pre_hook(stepped)
 
-    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Its parameters, under the names of those they stand for."""
-        pairs = zip(self._each[0], self._slow, strict=True)
-        return {names[id(parameter)]: slow for parameter, slow in pairs}
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter of the first replica, and what stands for it here."""
+        return list(zip(self._each[0], self._slow, strict=True))
 
     def begin(self) -> None:
         """All replicas stand together, wherever that is: the next step sets out from there."""

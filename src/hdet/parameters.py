@@ -56,10 +56,9 @@ class Parameters:
     def outer(self) -> Optimizer | None:
         return None if self._outer is None else self._outer.optimizer
 
-    def outer_parameters(self) -> dict[str, Tensor]:
-        """Those of the outer optimizer, by name."""
-        names = {id(p): name for name, p in self._bodies[0].parameters().items()}
-        return {} if self._outer is None else self._outer.named(names)
+    def outer_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of the model, each with that of the outer optimizer."""
+        return [] if self._outer is None else self._outer.pairs()
 
     @property
     def have_lonely(self) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
-from hdet.mesh import Switch, ranks_along, reaches, same_replica
+from hdet.mesh import Switch, ranks_along, reaches, same_replica, wires_of
 from hdet.shards import layout
 from hdet.validation import check_integer, check_names
 
@@ -262,26 +262,29 @@ class ProcessReplicas(Wired):
                 "`ProcessReplicas` needs a process group: call "
                 "torch.distributed.init_process_group first, or start the script with torchrun."
             )
-        inside = [dist.get_rank()]
+        inside: list[int] = [dist.get_rank()]
+        wires: list[Any] = [process_group]
         if isinstance(process_group, DeviceMesh):
             if process_group.ndim != 1:
                 raise ValueError(
                     "`process_group` must be a mesh of one dimension, such as "
                     f"mesh['replicate'], got {process_group!r}."
                 )
-            inside = same_replica(process_group)
+            inside, wires = same_replica(process_group), wires_of(process_group)
             process_group = process_group.get_group()
         if dist.get_rank(process_group) < 0:
             raise ValueError("`process_group` must contain this process, got a group without it.")
         # A group of our own: the converge never races the collectives of the user's.
         ranks = dist.get_process_group_ranks(process_group)
+        _be_in_as_many_groups(wires)
         self._group = _own_group(ranks)
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self.local = range(here, here + 1)
         self.parts, self.part = len(inside), inside.index(dist.get_rank())
         self._inside = _own_group(inside) if self.parts > 1 else None
-        self._ranks, self._keep_out = frozenset(ranks), keep_out
+        self._ranks, self._mates = frozenset(ranks), frozenset(inside)
+        self._keep_out = keep_out
         self._fitted: set[str] = set()
         """Patterns that have found a parameter."""
         self._switch = Switch(self._ranks)
@@ -292,10 +295,9 @@ class ProcessReplicas(Wired):
         return dist.all_reduce(wire, op=op, group=self._group, async_op=True)
 
     def alone(self, named: Mapping[str, Tensor]) -> Collection[str]:
-        found = {name for name, parameter in named.items() if self._is_across(parameter)}
+        found = set()
         for pattern in self._keep_out:
-            # DDP puts a prefix before all names.
-            fits = [n for n in named if fnmatchcase(n.removeprefix("module."), pattern)]
+            fits = [name for name in named if fnmatchcase(_unwrapped(name), pattern)]
             if not fits and pattern not in self._fitted:
                 raise ValueError(
                     "`keep_out` must name parameters of the model (`model=`), got "
@@ -303,16 +305,31 @@ class ProcessReplicas(Wired):
                 )
             self._fitted.add(pattern)  # DDP hides parameters after a forward
             found.update(fits)
-        return found
+        others = [(name, p) for name, p in named.items() if name not in found]
+        return found.union(name for name, p in others if self._is_across(name, p))
 
-    def _is_across(self, parameter: Tensor) -> bool:
-        """Whether it is sharded over the replicas themselves."""
+    def _is_across(self, name: str, parameter: Tensor) -> bool:
+        """Whether it is sharded over the replicas themselves; else it must be inside of one."""
         made = layout(parameter)
-        return made is not None and any(
-            len(self._ranks.intersection(ranks_along(made.mesh, dimension))) > 1
+        if made is None:
+            return False
+        sharded = [
+            frozenset(ranks_along(made.mesh, dimension))
             for dimension, placement in enumerate(made.placements)
             if not placement.is_replicate()
-        )
+        ]
+        if any(ranks >= self._ranks for ranks in sharded) and self.size > 1:
+            return True
+        for ranks in sharded:
+            if not ranks <= self._mates:
+                raise ValueError(
+                    f"`{name}` must be sharded inside of a replica, or over all of them, got "
+                    f"processes {sorted(ranks)}, where this replica consists of "
+                    f"{sorted(self._mates)} and the replicas lie on {sorted(self._ranks)}. Pass "
+                    "`replicas=ProcessReplicas(mesh['replicate'])` of the mesh that the model is "
+                    "sharded on."
+                )
+        return False
 
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._all(rows, self._group, self.size))
@@ -403,12 +420,29 @@ class ProcessReplicas(Wired):
 
 
 def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    # For a part of the world only its members take part. Torch then names the new group by
-    # the number of groups a process is in, which must be the same for all members.
+    # For a part of the world only its members take part.
     made: dist.ProcessGroup = dist.new_group(
         list(ranks), use_local_synchronization=len(ranks) < dist.get_world_size()
     )
     return made
+
+
+def _be_in_as_many_groups(wires: Sequence[dist.ProcessGroup | None]) -> None:
+    """Torch names a group that its members make alone by the number of groups they are in: where
+    that differs they would wait for each other forever. Who is in fewer joins some of its own."""
+    known = dist.distributed_c10d._world.pg_names
+    most = len(known)
+    for wire in wires:
+        told = [0] * dist.get_world_size(wire)
+        dist.all_gather_object(told, most, group=wire)
+        most = max(told)
+    while len(known) < most:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def _unwrapped(name: str) -> str:
+    """Without what DDP and torch.compile add to it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 @contextmanager

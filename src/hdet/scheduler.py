@@ -287,8 +287,8 @@ class HDET(LRScheduler):
         """The outer optimizer, to be saved and loaded beside the inner one."""
         return self._run.parameters.outer
 
-    def outer_parameters(self) -> dict[str, Tensor]:
-        """What the outer optimizer moves, under the names of the model's parameters."""
+    def outer_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of the model, each with what the outer optimizer moves for it."""
         return self._run.parameters.outer_parameters()
 
     def unsaved_parameters(self) -> list[str]:
@@ -331,13 +331,7 @@ class HDET(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state of hdet, or of the plain base schedule."""
-        run = self._run
-        told = copy.deepcopy(state_dict)
-        if "hdet" not in told:
-            fresh = run.new_steering().state_dict()
-            told = state.adopted(told, run.settings, run.base, fresh)
-        names = [knob.name for knob in run.steering.knobs]
-        state.check(told, run.settings, run.base, names)
+        run, told = self._run, self.check_state_dict(state_dict)
         run.parameters.abandon()
         run.step = told["step"]
         run.count_from(told)
@@ -356,6 +350,15 @@ class HDET(LRScheduler):
             self._meeting.begin()
         run.write(everything=True)
         run.write_record({"event": "resume", "step": run.step})
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a state that this run cannot go on from; what it will go on with."""
+        run, told = self._run, copy.deepcopy(state_dict)
+        if "hdet" not in told:
+            fresh = run.new_steering().state_dict()
+            told = state.adopted(told, run.settings, run.base, fresh)
+        state.check(told, run.settings, run.base, [knob.name for knob in run.steering.knobs])
+        return told
 
     # Set-up --------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ at the level of the functions that a model calls.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+# The kernels of attention want heads of so many numbers, or a multiple of it.
+EIGHT = 8
 # What autocast runs in half precision.
 NARROWED = frozenset(
     {
@@ -108,8 +110,13 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if query.shape[-1] % EIGHT or value.shape[-1] % EIGHT:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, wide = _in_eights(query), _in_eights(key), _in_eights(value)
+        output = _attention(query, key, wide, None, dropout_p, is_causal, scale)
+        return output[..., : value.shape[-1]]
     ops = torch.ops.aten
-    if half and torch.cuda.get_device_capability()[0] >= 9 and query.shape[-1] % 8 == 0:
+    if half and torch.cuda.get_device_capability()[0] >= 9:
         answer = ops._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, dropout_p, is_causal, False, scale=scale
         )
@@ -121,8 +128,12 @@ def _attention(
         answer = ops._scaled_dot_product_efficient_attention(
             query, key, value, None, True, dropout_p, is_causal, scale=scale
         )
-    output: Tensor = answer[0]
-    return output
+    return cast(Tensor, answer[0])
+
+
+def _in_eights(tensor: Tensor) -> Tensor:
+    """Zeros add nothing to a product, nor to what is mixed."""
+    return F.pad(tensor, (0, -tensor.shape[-1] % EIGHT))
 
 
 def _cross_entropy(
