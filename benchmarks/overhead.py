@@ -20,12 +20,14 @@ that keeps the device busy: there its Python runs while the device works, and on
 counts. So steps are also made without waiting, and events tell how long the device is at hdet's
 own work ("device"), and after which share of the steps it had not yet come to it when the host was
 done ("ahead"). "busy" is the ratio that is left: the device's time, and that of the host for the
-other steps. "side_by_side" is that of the times themselves, by turns, which vary by more. Host
-syncs are what CUDA's own debug mode reports. Each command keeps what the others have written.
+other steps. "side_by_side" is that of the times themselves between two cycles, in turns, with its
+standard error. Host syncs are what CUDA's own debug mode reports. Each command keeps what the
+others have written.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import tempfile
@@ -35,7 +37,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +57,8 @@ from hdet.steering import Steering
 
 PROCESSES, STACKED, CYCLE, FEW_STEPS = 2, 8, 10, 3
 LENGTHS = (10, 100, 1000)
+WINDOWS = 3
+"""Of steps that nothing waits for, in a round."""
 WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
 """What makes the host wait for a device."""
 
@@ -365,23 +369,23 @@ def measure_pair(
     for loop in (plain, ours):
         loop.window()  # compiles
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
-    side_by_side, averages = [], []
+    ratios_seen, averages = [], []
     for loop in (plain, ours):
         loop.device.clear()
         loop.ahead.clear()
-    for _ in range(settings.rounds):
+    for number in range(settings.rounds):
         for loop in (plain, ours):
             for _ in range(CYCLE):
                 loop.step()
-        windows = [loop.window() for loop in (plain, ours)]
-        side_by_side.append(windows[1] / windows[0])
+        ratios_seen += [paired(plain, ours, number + i) for i in range(WINDOWS)]
         averages.append(seconds(average))
     parts = parts_of(plain, ours, [0.0])
     own = median(ours.device or [0.0]) - median(plain.device or [0.0])
     ahead = sum(ours.ahead) / max(len(ours.ahead), 1)
     told = {
         "over_plain": ratios(parts),
-        "side_by_side": median(side_by_side),
+        "side_by_side": fmean(ratios_seen),
+        "side_by_side_error": stdev(ratios_seen) / math.sqrt(len(ratios_seen)),
         "ahead": ahead,
         "device": own,
         "busy": busy(parts, own, ahead),
@@ -391,6 +395,13 @@ def measure_pair(
     }
     print(json.dumps(plain_json(told)), flush=True)
     return told
+
+
+def paired(plain: Loop, ours: Loop, number: int) -> float:
+    """Steps of one over steps of the other, each before the other in turn: a device slows down."""
+    order = (plain, ours) if number % 2 == 0 else (ours, plain)
+    taken = {loop: loop.window() for loop in order}
+    return taken[ours] / taken[plain]
 
 
 def busy(parts: dict[str, float], own: float, ahead: float) -> dict[str, float]:
