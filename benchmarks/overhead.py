@@ -19,7 +19,7 @@ full. Nothing there runs beside anything else, so the sum of parts is more than 
 that keeps the device busy: there its Python runs while the device works, and only what it launches
 counts. So steps are also made without waiting, and events tell how long the device is at hdet's
 own work ("device"), and after which share of the steps it had not yet come to it when the host was
-done ("ahead"). "busy" is the ratio that is left: the device's time, and that of the host for the
+done ("ahead"). "busy" is the ratio that is left: the device's time, or that of the host for the
 other steps. "side_by_side" is that of the times themselves between two cycles, in turns, with its
 standard error. Host syncs are what CUDA's own debug mode reports. Each command keeps what the
 others have written.
@@ -405,10 +405,10 @@ def paired(plain: Loop, ours: Loop, number: int) -> float:
 
 
 def busy(parts: dict[str, float], own: float, ahead: float) -> dict[str, float]:
-    """The ratios without waiting: what the device does, and the host where it was not ahead."""
-    late = (1 - ahead) * (parts["between"] - parts["schedule"])
+    """The ratios without waiting: what the device does, or the host where it was not ahead."""
+    late = (1 - ahead) * (parts["between"] - parts["schedule"])  # the device waits for it
     end, step = parts["end"] - parts["between"], parts["step"]
-    return {f"t{length}": 1 + (own + late + end / length) / step for length in LENGTHS}
+    return {f"t{length}": 1 + (max(own, late) + end / length) / step for length in LENGTHS}
 
 
 def gpu_headline(told: dict[str, Any]) -> dict[str, float]:

@@ -652,6 +652,7 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
     )
     hdet.save_checkpoint(f"{folder}/plain", model=four[0], optimizer=four[1], scheduler=plain)
     hdet.load_checkpoint(f"{folder}/plain", **names(four))
+    told["nothing old"] = not four[2].outer.state
 
     bag = Bag(distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)]), rank)
     mesh = mesh_of_four()
@@ -690,6 +691,7 @@ def test_it_loads_on_another_mesh(kept: list[dict[str, Any]]) -> None:
         for ours, want in zip(each["moments on four"], kept[0]["moments"], strict=True):
             assert all(a.equal(b) for a, b in zip(ours, want, strict=True))
         assert each["step"] == 20
+        assert each["nothing old"]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -756,19 +758,32 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     hdet.save_checkpoint(tmp_path / "saved", **names(first))
     model = net()
     before = [p.detach().clone() for p in model.parameters()]
-    for moved, kind, why in [
-        (model[0], LambdaLR, r"got none named \['2.bias', '2.weight'\]"),
-        (model, StepLR, "must be of a StepLR, got that of a LambdaLR"),
+    adamw = torch.optim.AdamW
+    constant: Callable[[Any], Any] = partial(LambdaLR, lr_lambda=lambda _: 1.0)
+    stairs: Callable[[Any], Any] = partial(StepLR, step_size=5)
+    for optimizer, make, why in [
+        (adamw(model[0].parameters()), constant, r"got \[\['0.bias', '0.weight'\]\]"),
+        (torch.optim.SGD(model.parameters()), constant, "that it was saved with, AdamW, got SGD"),
+        (adamw(model.parameters()), stairs, "must be of a StepLR, got that of a LambdaLR"),
     ]:
-        optimizer = torch.optim.AdamW(moved.parameters(), lr=0.02)
-        base = StepLR(optimizer, 5) if kind is StepLR else LambdaLR(optimizer, lambda _: 1.0)
-        scheduler = hdet.HDET(base, model=model, sync_every=5, scout=None, guard=None)
+        scheduler = hdet.HDET(make(optimizer), model=model, sync_every=5, scout=None, guard=None)
         with pytest.raises(ValueError, match=why):
             hdet.load_checkpoint(
                 tmp_path / "saved", model=model, optimizer=optimizer, scheduler=scheduler
             )
         assert all(p.equal(kept) for p, kept in zip(model.parameters(), before, strict=True))
         assert not optimizer.state
+    shorter = one_replica(model[:2], "adamw")
+    with pytest.raises(ValueError, match=r"got none of \['2.bias', '2.weight'\]"):
+        hdet.load_checkpoint(tmp_path / "saved", **names(shorter))
+
+
+def test_what_cannot_be_saved_is_told(tmp_path: Path) -> None:
+    run = one_replica(net(), "adamw")
+    few_steps(run)
+    run[1].state[run[0][0].weight]["history"] = [torch.ones(2)]  # type: ignore[index]
+    with pytest.raises(TypeError, match="a AdamW cannot be saved here"):
+        hdet.save_checkpoint(tmp_path / "saved", **names(run))
 
 
 def test_stacked_replicas_are_saved_otherwise() -> None:
@@ -839,6 +854,8 @@ def crossed(rank: int) -> dict[str, Any]:
     # A replica that hdet takes for smaller than it is would fall apart.
     told["by group"] = refusal(lambda: started(model, hdet.ProcessReplicas(across)))
     told["by default"] = refusal(lambda: started(split(toy.toy(), mesh["data"]), None))
+    everyone = init_device_mesh("cpu", (4,))
+    told["over all"] = refusal(lambda: started(split(toy.toy(), everyone), None))
 
     odd = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "data"))
     told["odd"] = refusal(lambda: hdet.ProcessReplicas(odd["replicate"]))
@@ -903,6 +920,7 @@ def test_wires_inside_a_replica_are_left_alone(fresh: Processes) -> None:
         assert told["again"] and told["nearly nothing"]
         assert "this replica consists of" in told["by group"]
         assert "sharded inside of a replica, or over all of them" in told["by default"]
+        assert "is sharded over the processes that are to be replicas" in told["over all"]
         assert told["odd"].startswith("the processes of a mesh must be in rising order")
         assert told["perturb"] == "`perturb_` needs `replicas=` for a sharded model, got None."
         assert told["probe"].startswith("`probe` must score the same batches on all replicas")

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.scheduler import HDET
+from hdet.shards import WRAPPED, layout
 from hdet.stacked_optimizer import StackedOptimizer
 
-# Torch's own is imported where it is used: it takes a second, which most programs need not spend.
+OWN = ("params", "param_names")
+"""Entries of a group that belong to a run, and are not settings."""
 
-WITH_MODULE = (DataParallel, DistributedDataParallel)
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch.compile, activation checkpointing and FSDP1 put into names; DDP puts "module"."""
+# Torch's own is imported where it is used: it takes a second, which most programs need not spend.
 
 
 def save_checkpoint(
@@ -39,6 +39,8 @@ def save_checkpoint(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     parts = _optimizers(model, optimizer, scheduler)
+    for one, parameters in parts.values():
+        _others(one, parameters)  # what cannot be saved is told before anybody converges
     scheduler.converge()
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     # One text: torch would load it entry by entry, and only those that are there already.
@@ -61,25 +63,26 @@ def load_checkpoint(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    parts = {
-        name: part
-        for name, part in _optimizers(model, optimizer, scheduler).items()
-        if name != "outer" or "outer.others" in saved  # it may be new
-    }
-    told = {"hdet": ""}
+    parts = _optimizers(model, optimizer, scheduler)
+    known = [name for name in parts if name != "outer" or "outer.others" in saved]  # it may be new
+    texts: dict[str, Any] = {"hdet": "", **{name: {"others": ""} for name in known}}
     with _without_a_word():
-        load(told, checkpoint_id=str(folder))
-    schedule = json.loads(told["hdet"])
-    scheduler.check_state_dict(schedule)  # torch loads into the model itself: not before
-    weights = get_model_state_dict(model)
+        load(texts, checkpoint_id=str(folder))
+    weights, schedule = get_model_state_dict(model), json.loads(texts["hdet"])
     state: dict[str, Any] = {"model": weights}
-    for name, (_, parameters) in parts.items():
-        state[name] = {"tensors": _room(name, parameters, saved), "others": ""}
+    # Torch loads into the model itself: whatever does not fit is refused before.
+    scheduler.check_state_dict(schedule)
+    _check_model(weights, saved)
+    for name in known:
+        _check_alike(name, *parts[name], json.loads(texts[name]["others"]))
+        state[name] = {"tensors": _room(name, parts[name][1], saved)}
     with _without_a_word():
         load(state, checkpoint_id=str(folder))
     set_model_state_dict(model, weights)
     for name, (one, parameters) in parts.items():
-        _fill(one, parameters, state[name]["tensors"], state[name]["others"])
+        one.state.clear()
+        if name in known:
+            _fill(one, parameters, state[name]["tensors"], json.loads(texts[name]["others"]))
     scheduler.load_state_dict(schedule)
 
 
@@ -114,8 +117,10 @@ def _optimizers(
             "parallelism hides them: save such a run yourself, after scheduler.converge().)"
         )
     found = {"optimizer": (optimizer, {known[id(parameter)]: parameter for parameter in own})}
+    pairs = scheduler.outer_parameters()
+    if any(id(own) not in known for own, _ in pairs):
+        raise ValueError("`model` must have all that the outer optimizer moves, got a part of it.")
     if scheduler.outer is not None:
-        pairs = scheduler.outer_parameters()
         found["outer"] = scheduler.outer, {known[id(own)]: outer for own, outer in pairs}
     return found
 
@@ -125,7 +130,9 @@ def _bare(model: nn.Module, name: str) -> str:
     holder: Any = model
     kept = []
     for part in name.split("."):
-        if part not in WRAPPED and not (part == "module" and isinstance(holder, WITH_MODULE)):
+        if part not in WRAPPED and not (
+            part == "module" and isinstance(holder, DistributedDataParallel)
+        ):
             kept.append(part)
         holder = getattr(holder, part)
     return ".".join(kept)
@@ -141,22 +148,57 @@ def _tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str
 
 
 def _others(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
-    """Settings of groups, and whatever a state holds beside tensors."""
+    """Kind and groups, and whatever a state holds beside tensors, as a text."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
     states = {
         f"{name}/{key}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if not isinstance(value, Tensor)
     }
-    groups = [
-        {key: _plain(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    return json.dumps({"groups": groups, "states": states})
+    told = {
+        "kind": type(optimizer).__name__,
+        "members": [sorted(names[id(p)] for p in g["params"]) for g in optimizer.param_groups],
+        "groups": [
+            {key: _plain(value) for key, value in group.items() if key not in OWN}
+            for group in optimizer.param_groups
+        ],
+        "states": states,
+    }
+    keys = {key for parameter in parameters.values() for key in optimizer.state.get(parameter, {})}
+    try:
+        if odd := [key for key in keys if not isinstance(key, str)]:
+            raise TypeError(f"its state has a key {odd[0]!r} that is no name")
+        return json.dumps(told)
+    except TypeError as error:
+        raise TypeError(
+            f"a {type(optimizer).__name__} cannot be saved here, {error}: save such a run "
+            "yourself, after scheduler.converge()."
+        ) from error
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
     return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _check_model(weights: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Torch tells what is missing in a checkpoint, and not what is left of it."""
+    names = {entry.removeprefix("model.") for entry in saved if entry.startswith("model.")}
+    if unknown := names.difference(weights):
+        raise ValueError(f"`model` must be the one that was saved, got none of {sorted(unknown)}.")
+
+
+def _check_alike(
+    part: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], told: Mapping[str, Any]
+) -> None:
+    mine = json.loads(_others(optimizer, parameters))
+    for key, what in (("kind", "of the kind"), ("members", "with the groups")):
+        if key in told and told[key] != mine[key]:
+            raise ValueError(
+                f"`{part}` must be {what} that it was saved with, {told[key]}, got {mine[key]}."
+            )
 
 
 def _room(
@@ -172,10 +214,17 @@ def _room(
         )
     room = {}
     for entry, about in entries.items():
-        parameter, dtype = parameters[entry.rpartition("/")[0]].detach(), about.properties.dtype
-        like = about.size == parameter.shape
-        empty = torch.zeros(about.size, dtype=dtype, device=parameter.device)
-        room[entry] = torch.zeros_like(parameter, dtype=dtype) if like else empty
+        name, _, key = entry.rpartition("/")
+        parameter, dtype = parameters[name].detach(), about.properties.dtype
+        if about.size == parameter.shape and key != "step":
+            room[entry] = torch.zeros_like(parameter, dtype=dtype)
+            continue
+        if layout(parameter) is not None and len(about.size):
+            raise ValueError(
+                f"`{part}` has a state {key!r} of another shape than the parameter {name!r}, which "
+                "is sharded: nobody knows how that was."
+            )
+        room[entry] = torch.zeros(about.size, dtype=dtype, device=parameter.device)
     return room
 
 
@@ -183,17 +232,17 @@ def _fill(
     optimizer: Optimizer,
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-    others: str,
+    told: Mapping[str, Any],
 ) -> None:
-    told = json.loads(others)
     for group, settings in zip(optimizer.param_groups, told["groups"], strict=False):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)  # compiled and captured steps know it by its place
+            elif isinstance(value, list):
+                group[key] = _filled(group.get(key), value)
             else:
-                group[key] = tuple(value) if isinstance(value, list) else value
+                group[key] = value
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    optimizer.state.clear()
     for entry, value in [*tensors.items(), *told["states"].items()]:
         name, _, key = entry.rpartition("/")
         parameter = parameters[name]
@@ -202,3 +251,12 @@ def _fill(
             on_device = any(group_of[parameter].get(way) for way in ("fused", "capturable"))
             value = value.to(parameter.device if on_device else "cpu")
         optimizer.state[parameter][key] = value
+
+
+def _filled(old: Any, new: list[Any]) -> tuple[Any, ...]:
+    """Numbers, in the tensors that were there."""
+    if isinstance(old, tuple) and len(old) == len(new):
+        return tuple(
+            a.fill_(b) if isinstance(a, Tensor) else b for a, b in zip(old, new, strict=True)
+        )
+    return tuple(new)

@@ -49,7 +49,7 @@ def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
     would be multiplied in again at every step. Tensors are put aside and come back as the same
     objects, since a compiled optimizer step holds on to them.
     """
-    _check_groups(optimizer, len(base_lrs))
+    check_groups(optimizer, len(base_lrs))
     aside = []
     for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
         kept = {"lr": group["lr"]}
@@ -76,13 +76,13 @@ def schedule_entries(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def write_schedule_entries(optimizer: Optimizer, entries: Sequence[dict[str, Any]]) -> None:
-    _check_groups(optimizer, len(entries))
+    check_groups(optimizer, len(entries))
     for group, entry in zip(optimizer.param_groups, entries, strict=True):
         group.update(entry)
 
 
 def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
-    _check_groups(optimizer, len(lrs))
+    check_groups(optimizer, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -141,7 +141,8 @@ def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None
             group["betas"] = (momentum, *betas[1:])
 
 
-def _check_groups(optimizer: Optimizer, num: int) -> None:
+def check_groups(optimizer: Optimizer, num: int) -> None:
+    """A schedule knows the groups that there were when it was made."""
     if len(optimizer.param_groups) != num:
         raise ValueError(
             f"`optimizer` must keep its {num} parameter groups, "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
 from hdet.mesh import Switch, ranks_along, reaches, same_replica, wires_of
-from hdet.shards import layout
+from hdet.shards import WRAPPED, layout
 from hdet.validation import check_integer, check_names
 
 Rows = Sequence[Sequence[Tensor]]
@@ -264,11 +264,16 @@ class ProcessReplicas(Wired):
             )
         inside: list[int] = [dist.get_rank()]
         wires: list[Any] = [process_group]
+        self._by_mesh = isinstance(process_group, DeviceMesh)
         if isinstance(process_group, DeviceMesh):
             if process_group.ndim != 1:
                 raise ValueError(
                     "`process_group` must be a mesh of one dimension, such as "
                     f"mesh['replicate'], got {process_group!r}."
+                )
+            if process_group.get_coordinate() is None:
+                raise ValueError(
+                    "`process_group` must contain this process, got a mesh without it."
                 )
             inside, wires = same_replica(process_group), wires_of(process_group)
             process_group = process_group.get_group()
@@ -276,7 +281,8 @@ class ProcessReplicas(Wired):
             raise ValueError("`process_group` must contain this process, got a group without it.")
         # A group of our own: the converge never races the collectives of the user's.
         ranks = dist.get_process_group_ranks(process_group)
-        _be_in_as_many_groups(wires)
+        if len(ranks) < dist.get_world_size() or len(inside) > 1:
+            _be_in_as_many_groups(wires)
         self._group = _own_group(ranks)
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
@@ -319,7 +325,14 @@ class ProcessReplicas(Wired):
             if not placement.is_replicate()
         ]
         if any(ranks >= self._ranks for ranks in sharded) and self.size > 1:
-            return True
+            if self._by_mesh:
+                return True
+            raise ValueError(
+                f"`{name}` is sharded over the processes that are to be replicas: there is one of "
+                "it. Pass `replicas=ProcessReplicas(mesh['replicate'])` of the mesh that the model "
+                "is sharded on; or name it in `keep_out`, if every replica has the rest of the "
+                "model for itself."
+            )
         for ranks in sharded:
             if not ranks <= self._mates:
                 raise ValueError(
@@ -441,8 +454,8 @@ def _be_in_as_many_groups(wires: Sequence[dist.ProcessGroup | None]) -> None:
 
 
 def _unwrapped(name: str) -> str:
-    """Without what DDP and torch.compile add to it."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
+    """Without what DDP, torch.compile and others add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED).removeprefix("module.")
 
 
 @contextmanager

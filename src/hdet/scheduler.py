@@ -20,6 +20,7 @@ from hdet.controller import Controller
 from hdet.cycle_end import CycleEnd
 from hdet.door import Settings, without_a_useless_scout
 from hdet.elastic import Interrupted, TorchftReplicas
+from hdet.groups import check_groups
 from hdet.guard import Guard
 from hdet.knobs import LearningRate, flattened
 from hdet.meeting import Meeting
@@ -354,6 +355,7 @@ class HDET(LRScheduler):
     def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Refuse a state that this run cannot go on from; what it will go on with."""
         run, told = self._run, copy.deepcopy(state_dict)
+        check_groups(run.optimizer, len(run.base.lrs))
         if "hdet" not in told:
             fresh = run.new_steering().state_dict()
             told = state.adopted(told, run.settings, run.base, fresh)
