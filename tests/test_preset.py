@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
     ConstantLR,
+    LambdaLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
@@ -145,8 +146,43 @@ def test_where_no_scout_can_be_it_says_why() -> None:
     assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting
     with no_scout("ReduceLROnPlateau"):
         stacked(base=ReduceLROnPlateau, total_steps=STEPS)
+    with no_scout("at 0.003 of the given learning rate on average.*Noam"):
+        stacked(base=lambda o: LambdaLR(o, lambda _: 0.003), total_steps=STEPS)
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # somebody has asked for it
         stacked(base=ReduceLROnPlateau, total_steps=STEPS, scout=hdet.Scout())
+
+
+def test_what_a_user_forgets_is_pointed_out() -> None:
+    model, optimizer = small()
+    several = hdet.StackedReplicas(model, 8).optimizer(optimizer)
+    with pytest.raises(ValueError, match="must be the StackedReplicas whose optimizer this is"):
+        hdet.HDET(one_cycle(several), model=model, scout=None)
+    silent = stacked(scout=None, sync_every=2)
+    silent.optimizer.step()
+    silent.step()
+    with pytest.warns(UserWarning, match="a guard sees nothing without losses"):
+        silent.step()
+
+
+def test_a_scout_says_that_it_had_no_time() -> None:
+    model, optimizer = small()
+    ensemble = hdet.StackedReplicas(model, 8)
+    schedule = OneCycleLR(
+        ensemble.optimizer(optimizer), 1e-4, total_steps=200, cycle_momentum=False
+    )
+    scheduler = hdet.HDET(
+        schedule,
+        model=model,
+        replicas=ensemble,
+        scout=hdet.Scout(),
+        probe=lambda m: loss_of(m, batch(9, 9)),
+    )
+    with pytest.warns(UserWarning, match="had no time to look beyond what it tried"):
+        for step in range(8):
+            losses = ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(8)]))
+            losses.sum().backward()
+            schedule.optimizer.step()
+            scheduler.step(losses.detach())
 
 
 def outside_ddp(rank: int) -> list[str]:

@@ -183,6 +183,15 @@ def test_interrupted_rounds_do_not_take_more_than_the_budget() -> None:
         assert found.used <= 0.03 * total
 
 
+def test_a_single_score_knows_nothing_of_its_noise() -> None:
+    """A rise by a thousandth is neither an edge nor an explosion."""
+    scores = [[2.29641], [2.29640], [2.29637], [2.29660], [2.29889], [2.29889]]
+    factors = [0.01, 0.1, 1.0, 10.0, 30.0, 100.0]
+    points = points_of(factors, [None] * 6, [None] * 6, scores, [True] * 6)
+    verdict = judge(points, 2.2964)
+    assert verdict.factor is None and verdict.edge is None and verdict.shift == 1
+
+
 def test_two_replicas_know_their_noise() -> None:
     chance = random.Random(0)
     taken = 0

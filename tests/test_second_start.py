@@ -231,6 +231,21 @@ def test_it_can_be_resumed_in_the_middle_of_its_scout() -> None:
     assert other.loss() < 0.5
 
 
+@pytest.mark.parametrize("made", [1, 3])
+def test_it_can_be_resumed_in_the_middle_of_its_first_look(made: int) -> None:
+    """It holds the first weights: if the run is stuck later, it can still come back to them."""
+    first = Run("stacked", lr=LOW).go(made)
+    first.scheduler.converge()
+    told, weights = first.scheduler.state_dict(), first.modules()[0].state_dict()
+    other = Run("stacked", lr=LOW)
+    other.modules()[0].load_state_dict(weights)
+    other.scheduler.load_state_dict(told)
+    for run in (first, other):
+        run.go(S - made)
+    assert other.weights().equal(first.weights())
+    assert other.scheduler.get_knobs()["lr/group0"] > 100
+
+
 def test_a_scout_of_a_stuck_run_is_one_after_a_resume_too() -> None:
     run = Run("stacked", lr=LOW)
     for scouts in (True, False):  # the look, and the cycles after it

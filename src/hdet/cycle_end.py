@@ -73,6 +73,8 @@ class CycleEnd:
         self._check_scores(call)
         if run.steering.cycle == 0:
             run.hands.check_read(run.step)
+        if run.refuge is not None and all(loss is None for loss in call.losses):
+            run.warn_once("guard", "a guard sees nothing without losses: call `step(loss)`.")
         return call
 
     def _goes_back(self, call: RollCall) -> bool:

@@ -26,6 +26,8 @@ from hdet.preset import scout_problem, unfit_for_scouts
 from hdet.probe import Probe
 from hdet.replicas import Replicas
 from hdet.scout import Scout
+from hdet.stacked import StackedReplicas
+from hdet.stacked_optimizer import StackedOptimizer
 from hdet.steering import Steering
 from hdet.validation import check_choice, check_integer, check_range
 
@@ -159,6 +161,8 @@ def check_together(
     settings: Settings, base: Base, replicas: Replicas, model: nn.Module | None
 ) -> None:
     """Settings that do not go with each other, with the schedule or with the model."""
+    if isinstance(base.optimizer, StackedOptimizer) and not isinstance(replicas, StackedReplicas):
+        raise ValueError("`replicas=` must be the StackedReplicas whose optimizer this is.")
     if settings.gradients == "local" and model is None:
         raise ValueError("`gradients='local'` needs `model=`, got None.")
     if settings.probe is not None and None in replicas.modules(model):

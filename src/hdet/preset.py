@@ -24,6 +24,8 @@ SPREAD, SYNC_EVERY = 1 / 9, 1000
 """Those of the paper."""
 LEAST_STEPS = 6
 """Of a round that is judged by training losses, where nobody has asked for it."""
+LEAST_SHARE = 0.02
+"""Of the given learning rate: a schedule whose mean is less is about another one."""
 CYCLES = 30
 """A guard looks after a run so many times, or every thousand steps if that is more often."""
 
@@ -119,6 +121,12 @@ def scout_problem(
         return "it cannot tell what shares the gradients of a model outside DDP"
     if in_processes and any(module.static_graph for module in wrapped):
         return "gradients cannot be local under DDP(static_graph=True)"
+    share = base.mean_share(total_steps)
+    if share is not None and share < LEAST_SHARE:
+        return (
+            f"the schedule is at {share:.2g} of the given learning rate on average, which is not "
+            "the one it is about: a LambdaLR must return factors, and Noam's be divided by its peak"
+        )
     return _too_short(scout, total_steps, replicas.size, probes)
 
 
@@ -143,7 +151,7 @@ def unfit_for_scouts(base: Base, model: nn.Module | None) -> str | None:
     if model is None:
         return "`scout` needs `model=`, got None"
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        return "`scout` must be None with SyncBatchNorm, which mixes what replicas compute, got one"
+        return "a scout cannot be used with SyncBatchNorm, which mixes what replicas compute"
     if base.wants_metric:
-        return "`scout` must be None under ReduceLROnPlateau, got one"
+        return "a scout cannot be used under ReduceLROnPlateau"
     return None

@@ -27,6 +27,7 @@ FEWEST_STEPS = 4
 LIKELY = 1.5
 """In units of what is needlessly low: what is tried closely lies around it at most."""
 NOTHING_FOUND = "nothing was found"
+INTERRUPTED, NO_TIME = "interrupted", "there was no time to look further"
 TOO_LOW = "less is needlessly far below where scores explode"
 HOPELESS = 1 / 8
 """Where this share of a learning rate is still too high for a mean one, the schedule is lost."""
@@ -284,7 +285,7 @@ class Search:
             verdict = Verdict(None, 0, "nothing was tried")
             if self._seen:
                 verdict = self._rough or judge(self.points, self.outset)
-            self._end(verdict, "interrupted")
+            self._end(verdict, INTERRUPTED)
 
     def _decide(self, verdict: Verdict) -> None:
         if self._brief and not self._is_hopeless(verdict):
@@ -313,7 +314,7 @@ class Search:
         # What led the other way may have been chance, if what is there is nothing but chance.
         turns = -verdict.shift in self._shifts and verdict.reason != NOISE
         if not must and (not self._has_room() or turns):
-            self._end(verdict, "there was no time to look further")
+            self._end(verdict, NO_TIME)
             return
         self._shifts.append(verdict.shift)
         self._move(verdict.shift)

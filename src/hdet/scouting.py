@@ -13,7 +13,15 @@ from hdet.preset import unfit_for_scouts
 from hdet.record import guard_line
 from hdet.roll_call import RollCall
 from hdet.run import Run
-from hdet.scout import NOTHING_FOUND, Beginning, Scout, check_room
+from hdet.scout import (
+    INTERRUPTED,
+    NO_TIME,
+    NOTHING_FOUND,
+    Beginning,
+    Scout,
+    Search,
+    check_room,
+)
 from hdet.second_start import SecondStart
 from hdet.stuck import is_far
 
@@ -42,15 +50,18 @@ class Scouting:
             run.warn_once("scout", "`scout` needs several replicas: the learning rate is kept.")
             return
         total = run.settings.total_steps if late is None else late["total_steps"]
-        if scout.restart and told is None:
-            check_room(scout, num_replicas=run.replicas.size, total_steps=total)
+        # A checkpoint of the first look holds the weights that the run began with.
+        looks = scout.restart and (told is None or (late is None and told.get("brief", False)))
+        if looks:
+            if told is None:
+                check_room(scout, num_replicas=run.replicas.size, total_steps=total)
             self.second_start = SecondStart(run.optimizer, run.model, run.parameters, run.counted)
         expedition = self._explore(
             scout,
             run.model,
             total,
             late=late is not None,
-            brief=scout.restart and told is None,
+            brief=looks,
             stuck=told is not None and told.get("stuck", False),
         )
         if told is not None:
@@ -186,16 +197,30 @@ class Scouting:
         if search.is_over:
             begin = search.begin_with(peak=peak_of(self._mean_share(expedition)))
             begin = self._begin_or_return(expedition, begin)
-            if begin.why == NOTHING_FOUND:
+            if advice := self._advice(search, begin):
                 run.warn_once(
                     "scout",
-                    f"the scout found no learning rate to prefer ({search.reason}): it begins with "
-                    f"{begin.factor:.3g} times the given one. A `probe=` tells more than losses.",
+                    f"the scout {advice} ({search.reason}): the run begins with {begin.factor:.3g} "
+                    "times the given learning rate.",
                 )
             run.steering.rescale(begin.factor)
             run.clock.scouted(run.step)
             self._end_scout(expedition)
         run.write_record(scout_line(run.step, search, peaks, begin))
+
+    def _advice(self, search: Search, begin: Beginning) -> str:
+        """What a person should know who trusts in what was found; nothing if all is well."""
+        if INTERRUPTED in search.reason and search.found is None:
+            return "was interrupted by a `converge()`, and no steps were left to try anything"
+        if NO_TIME in search.reason and search.found is not None:
+            return (
+                "had no time to look beyond what it tried, at whose end the best lies; give a "
+                "learning rate that is nearer, more replicas or a larger `Scout(share=...)`"
+            )
+        if begin.why != NOTHING_FOUND:
+            return ""
+        found = "found no learning rate to prefer"
+        return found if self._run.settings.probe else f"{found}; a `probe=` tells more than losses"
 
     def start_again(self, second: SecondStart, reason: str, *, for_good: bool) -> None:
         """The run is stuck: scout from its first weights, and see whether its learning rate is the

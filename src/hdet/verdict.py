@@ -29,6 +29,8 @@ WILD = 3.0
 CLEAR = 2.2
 """A parabola that is nothing but chance is hardly ever anywhere so many standard errors below a
 reference."""
+UNKNOWN = 1e-3
+"""So much of a score is taken for chance where a probe gives a single one."""
 HUGE = 1e300
 """Scores beyond it count as not finite."""
 NEARLY_BEST = "the lowest that gains nearly as much as the best"
@@ -107,8 +109,10 @@ def struck(fates: Sequence[Fate], num_steps: int, factors: Sequence[float]) -> l
 def _errors(scores: Sequence[Sequence[float]]) -> list[float]:
     """How much of each mean score is chance: its variation over batches, beside the others."""
     finite = sorted((row for row in scores if _all_finite(row)), key=fmean)
-    if not finite or len(finite[0]) < 2:
+    if not finite:
         return [0.0] * len(scores)
+    if len(finite[0]) < 2:  # one number knows nothing of its own noise
+        return [UNKNOWN * abs(finite[0][0])] * len(scores)
     if len(finite) == 2:  # the middle between them moves along with each
         between = [a - b for a, b in zip(*finite, strict=True)]
         return [stdev(between) / math.sqrt(2 * len(between))] * len(scores)
