@@ -217,7 +217,8 @@ class StackedReplicas:
             return value
         if len(value) % self.size:
             raise ValueError(
-                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples."
+                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples: "
+                "leave out what is left of an epoch (`drop_last=True`)."
             )
         return value.unflatten(0, (self.size, -1))
 
