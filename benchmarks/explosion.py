@@ -146,13 +146,18 @@ def scouts_of(bench: Bench, grid: Sequence[Sequence[float]]) -> dict[str, list[f
 # What it says ---------------------------------------------------------------------------------
 
 
+def curve_of(grid: Sequence[Sequence[float]]) -> dict[float, float]:
+    """The mean loss of every learning rate, from the lowest up; infinite if one is not finite."""
+    seen: dict[float, list[float]] = {}
+    for lr, loss in sorted(grid, key=lambda pair: pair[0]):
+        seen.setdefault(lr, []).append(math.inf if loss is None or math.isnan(loss) else loss)
+    return {lr: fmean(losses) for lr, losses in seen.items()}
+
+
 def best_of(grid: Sequence[Sequence[float]]) -> float:
     """The learning rate that ends best, between those of the grid: a parabola in its logarithm."""
-    seen: dict[float, list[float]] = {}
-    for lr, loss in grid:
-        seen.setdefault(lr, []).append(math.inf if loss is None or math.isnan(loss) else loss)
-    lrs = sorted(seen)
-    losses = [fmean(seen[lr]) for lr in lrs]
+    curve = curve_of(grid)
+    lrs, losses = list(curve), list(curve.values())
     at = min(range(len(lrs)), key=losses.__getitem__)
     if not 0 < at < len(lrs) - 1:
         return lrs[at]
@@ -187,10 +192,7 @@ class Found(NamedTuple):
 
 
 def found_in(case: Mapping[str, Any], signal: str) -> Found:
-    losses: dict[float, list[float]] = {}
-    for lr, loss in case["grid"]:
-        losses.setdefault(lr, []).append(math.inf if loss is None or math.isnan(loss) else loss)
-    curve = {lr: fmean(both) for lr, both in losses.items()}
+    curve = curve_of(case["grid"])
     lowest, lrs = min(curve.values()), case["scouts"][signal]
     regrets = [100 * (loss_at(curve, lr) / lowest - 1) for lr in lrs]
     return Found(median(lrs) / best_of(case["grid"]), median(regrets), max(regrets))

@@ -18,8 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -32,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from benchmarks.overhead import seconds
 from benchmarks.settle import RESULTS, write_result
 
 ROOT = Path(__file__).parent.parent
@@ -166,12 +165,6 @@ def work(gradients: Any, out: Path) -> None:
         out.write_text(json.dumps({**told, "bytes": flat.nbytes}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 # All of it --------------------------------------------------------------------------------------

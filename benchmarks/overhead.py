@@ -71,19 +71,12 @@ class Settings(NamedTuple):
 
 FULL = Settings(Size(256, 64, 4, 4, 192), 8, 30)
 QUICK = Settings(Size(256, 32, 2, 2, 48), 2, 3)
-ENGINES = ("ddp", "stacked", "stacked_small")
-"""What runs on one GPU; the last has steps so short that the host holds them up itself."""
-ON_GPU = dict(
-    zip(
-        ENGINES,
-        (
-            Settings(GPT2_SMALL, 8, 20),
-            Settings(GPT2_SMALL, 64, 10),
-            Settings(SMALL_GPT, 64, 20),
-        ),
-        strict=True,
-    )
-)
+ON_GPU = {
+    "ddp": Settings(GPT2_SMALL, 8, 20),
+    "stacked": Settings(GPT2_SMALL, 64, 10),
+    "stacked_small": Settings(SMALL_GPT, 64, 20),  # the host itself holds such short steps up
+}
+ENGINES = tuple(ON_GPU)
 QUICK_ON_GPU = {engine: QUICK._replace(batch=2 * STACKED) for engine in ENGINES}
 DECISIONS, FEW_DECISIONS = 300, 20
 

@@ -183,6 +183,26 @@ def test_a_scout_says_that_it_had_no_time() -> None:
             losses.sum().backward()
             schedule.optimizer.step()
             scheduler.step(losses.detach())
+    assert not scheduler.is_scouting
+
+
+@pytest.mark.parametrize(
+    ("num", "probe", "least"),
+    [(8, True, 134), (8, False, 800), (4, True, 267), (4, False, 1600), (2, True, 534)],
+)
+def test_how_long_a_run_must_be_for_a_scout(num: int, probe: bool, least: int) -> None:
+    """As the README says; two replicas by losses need 3200."""
+
+    def started(total: int) -> hdet.HDET:
+        return stacked(
+            num,
+            lambda o: OneCycleLR(o, 1e-5, total_steps=total, cycle_momentum=False),
+            probe=(lambda model: loss_of(model, batch(9, 9))) if probe else None,
+        )
+
+    assert started(least).is_scouting
+    with no_scout(""):
+        assert not started(least - 1).is_scouting
 
 
 def outside_ddp(rank: int) -> list[str]:

@@ -33,6 +33,8 @@ class Base:
         """It is stepped once a cycle, with the mean loss of the cycle: that number is equal on all
         replicas; their own losses would take them apart."""
         self._entries = groups.schedule_entries(self.optimizer)
+        self._played: tuple[tuple[Any, ...], float | None] | None = None
+        """What was last asked for the mean of the schedule, and the answer."""
         self._read()
 
     @property
@@ -57,6 +59,13 @@ class Base:
         num = 0 if total_steps is None or self.wants_metric else total_steps - self.step
         if num <= 0:
             return None
+        asked = (self.step, total_steps, *self.peaks)
+        if self._played is None or self._played[0] != asked:  # it takes its time
+            self._played = asked, self._play(num)
+        return self._played[1]
+
+    def _play(self, num: int) -> float | None:
+        """The mean of the next so many steps."""
         pairs = zip(self.optimizer.param_groups, self.lrs, strict=True)
         groups = [{**g, "lr": lr, "initial_lr": g.get("initial_lr", lr)} for g, lr in pairs]
         stand_in = SimpleNamespace(param_groups=groups, step=lambda: None, _opt_called=True)

@@ -16,6 +16,9 @@ PARTS = ("moving", "still", "buffers", "state")
 """What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
 
 
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What torch.compile, activation checkpointing and FSDP1 put into the names of parameters."""
+
 SAMPLES = 4096
 """About so many parameters tell how far replicas are apart."""
 

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hdet.body import WRAPPED
 from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
 from hdet.mesh import Switch, ranks_along, reaches, same_replica, wires_of
-from hdet.shards import WRAPPED, layout
+from hdet.shards import layout
 from hdet.validation import check_integer, check_names
 
 Rows = Sequence[Sequence[Tensor]]

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch.compile, activation checkpointing and FSDP1 put into the names of parameters."""
-
 
 def local(tensor: Tensor) -> Tensor:
     """The memory that this process has of it: its shard, or itself."""
