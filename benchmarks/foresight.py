@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from benchmarks.methods import N, shape
 from benchmarks.regret import HDET, by, curve_of, loss_at, percent, quantile
 from benchmarks.settle import ENTRIES, RESULTS
-from hdet.growth import grown, least, peak_of
+from hdet.growth import Tried, grown, least, longer, peak_of
+from hdet.scout import FINE_STEPS, Scout, coarse_steps
 from hdet.verdict import Point, explosion, judge, refine
 
 
@@ -50,7 +51,12 @@ def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None
     rough = judge(points, outset)
     if rough.factor is None or rough.shift:
         return None
-    found = refine([Point(*point) for point in notes["close"]], rough)
+    close = refine([Point(*point) for point in notes["close"]], rough)
+    assert close.factor is not None
+    coarse_length = coarse_steps(Scout(), steps, N)
+    length = notes["steps"] - coarse_length * _sweeps(len(points))
+    tried = Tried(rough.factor, coarse_length), Tried(close.factor, length)
+    found = close._replace(factor=longer(*tried, FINE_STEPS, notes["noise"]))
     assert found.factor is not None
     wave = shape("one cycle", steps, True)
     peak = peak_of(sum(wave.lrs) / steps)
@@ -59,6 +65,11 @@ def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None
     gain = rough.reference - min(point.score for point in points if point.score is not None)
     lowest = least("auto", optimizer, explosion(points, rough.reference, gain)) * peak
     return max(min(wanted, highest), found.factor, lowest)
+
+
+def _sweeps(points: int) -> int:
+    """How many there were: each after the first tries two learning rates again."""
+    return round((points - N) / (N - 2)) + 1
 
 
 def table(found: Sequence[Foreseen]) -> str:

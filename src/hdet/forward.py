@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ class Forward:
         self.mode = mode
         self.shares_gradients = True
         self._modules, self._weights, self._buffers = modules, weights, buffers
+        # Copies are nobody else's: to walk through all of them at every step would take longer
+        # than to launch a small model.
+        self._copies = [list(module.parameters()) for module in modules[1:]]
         self._device = next(iter(weights.values())).device
         # As tensors, not as numbers: compiled code is the same for all replicas.
         self._replicas = torch.arange(len(modules), device=self._device)
@@ -149,8 +153,8 @@ class Forward:
 
     def _leaves(self) -> list[Tensor]:
         """What gradients are computed for: replica after replica, or the first one's for all."""
-        modules = self._modules[:1] if self.shares_gradients else self._modules
-        return [parameter for module in modules for parameter in module.parameters()]
+        copies = () if self.shares_gradients else self._copies
+        return [*self._modules[0].parameters(), *chain.from_iterable(copies)]
 
     def _vmap(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
         shared: Tensors = {}
@@ -274,13 +278,14 @@ class Forward:
             for module in self._modules[1:]:
                 for part, flag in zip(module.modules(), self._followed[0], strict=True):
                     part.training = flag
-                for parameter, flag in zip(module.parameters(), self._followed[1], strict=True):
+            for parameters in self._copies:
+                for parameter, flag in zip(parameters, self._followed[1], strict=True):
                     parameter.requires_grad_(flag)
         if not self.shares_gradients:
-            first = list(self._modules[0].parameters())
-            for module in self._modules[1:]:
-                for own, other in zip(first, module.parameters(), strict=True):
-                    if own.grad is None:
+            first = [own.grad is None for own in self._modules[0].parameters()]
+            for parameters in self._copies if any(first) else ():
+                for is_cleared, other in zip(first, parameters, strict=True):
+                    if is_cleared:
                         other.grad = None
 
     def _switches(self) -> tuple[list[bool], list[bool]]:

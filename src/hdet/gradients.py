@@ -5,6 +5,7 @@ local gradients every replica gets its own.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ class OwnGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
-        rows = [[None if g is None else g[r] for g in gradients] for r in range(num_replicas)]
-        return None, *([None] * ctx.num), *(gradient for row in rows for gradient in row)
+        nothing = (None,) * num_replicas
+        columns = [nothing if g is None else g.unbind() for g in gradients]
+        return None, *([None] * ctx.num), *chain.from_iterable(zip(*columns, strict=True))
 
 
 def mean_gradients(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:

@@ -12,6 +12,13 @@ NOISIEST = 1e6
 """Beyond it gradients are nothing but noise."""
 FAR, FAR_SGD = 100.0, 24.0
 """A constant learning rate so many times below where scores explode is needlessly low."""
+NEAR = 16.0
+"""A constant learning rate was never the best that is less than so many times below it. For SGD
+nothing of the kind is known (docs/scout.md)."""
+FASTEST = 1.0
+"""What gains most in k steps goes with 1 / k at most: then it is how far one comes that counts."""
+CALM = 2.0
+"""At this noise of gradients half of what longer rounds lower is put down to the noise."""
 STEEPEST = 2.5
 """A schedule that peaks further above its mean is taken for one that peaks so far."""
 
@@ -35,6 +42,14 @@ class Agreement(NamedTuple):
         return min(variance / signal, NOISIEST) if signal > 0 else NOISIEST
 
 
+class Tried(NamedTuple):
+    """What rounds have chosen."""
+
+    factor: float
+    steps: int
+    """Of each of these rounds."""
+
+
 def grown(rule: str, optimizer: str, num_replicas: int, noise: float | None = None) -> float:
     """By how much a learning rate grows with the batch of all replicas.
 
@@ -56,6 +71,26 @@ def grown(rule: str, optimizer: str, num_replicas: int, noise: float | None = No
     return {"sqrt": math.sqrt(num_replicas), "linear": float(num_replicas), "none": 1.0}[rule]
 
 
+def longer(coarse: Tried, close: Tried, full: int, noise: float | None = None) -> float:
+    """What rounds of `full` steps would choose, where close ones had to be shorter.
+
+    While weights have far to go, what gains most in k steps is about 1 / k: rounds of five steps
+    choose far more than a run can bear. How the choice went down from the rounds over the whole
+    range to the longer ones around it says how it would go on. Where gradients are noise, longer
+    rounds choose less for that reason too, which a larger batch takes back.
+
+    >>> longer(Tried(4.0, 6), Tried(2.0, 12), full=24)
+    1.0
+    >>> longer(Tried(4.0, 6), Tried(2.0, 12), full=12), longer(Tried(1.0, 6), Tried(2.0, 12), 24)
+    (2.0, 2.0)
+    """
+    if not coarse.steps < close.steps < full or close.factor >= coarse.factor:
+        return close.factor
+    rate = math.log(coarse.factor / close.factor) / math.log(close.steps / coarse.steps)
+    power = min(rate, FASTEST) / (1 + (noise or 0.0) / CALM)
+    return float(close.factor * (close.steps / full) ** power)
+
+
 def least(rule: str, optimizer: str, explosion: float | None) -> float:
     """What is needlessly low for the batch of all replicas, by where scores explode.
 
@@ -69,6 +104,17 @@ def least(rule: str, optimizer: str, explosion: float | None) -> float:
     if explosion is None or rule == "none":
         return 0.0
     return explosion / (FAR_SGD if optimizer in PLAIN else FAR)
+
+
+def most(optimizer: str, explosion: float | None) -> float:
+    """What is too high for the mean of a run's learning rates, by where scores explode.
+
+    >>> most("AdamW", 2.0), most("SGD", 2.0), most("AdamW", None)
+    (0.125, 2.0, inf)
+    """
+    if explosion is None:
+        return math.inf
+    return explosion if optimizer in PLAIN else explosion / NEAR
 
 
 def peak_of(mean_share: float | None) -> float:

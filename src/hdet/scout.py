@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from hdet.growth import Agreement, grown, least
+from hdet.growth import Agreement, Tried, grown, least, longer, most
 from hdet.validation import check_choice, check_flag, check_integer, check_range
 from hdet.verdict import HUGE, NOISE, NOTHING, Point, Verdict, away_from, explosion, judge, refine
 
 POINTS_PER_DECADE = 2
 """At least so many learning rates are tried in a decade, in several rounds if need be."""
-COARSE_STEPS, FINE_STEPS = 12, 30
+COARSE_STEPS, FINE_STEPS = 12, 24
 """Of a round, if the budget allows: longer ones prefer learning rates that are too low."""
+SHORT = "lowered, since there was no time for longer rounds"
 FINE_POINTS = 6
 """At least so many learning rates are tried around a first choice ..."""
 BELOW, ABOVE = 8.0, 2.0
@@ -52,7 +53,7 @@ class Scout:
     share: float = 0.03
     """Of the steps of the run, at most."""
     steps: int | None = None
-    """Of every round; by default up to 12 over the whole range, and up to 30 around the choice."""
+    """Of every round; by default up to 12 over the whole range, and up to 24 around the choice."""
     batch_rule: Literal["auto", "sqrt", "linear", "none"] = "auto"
     """How a learning rate grows with the batch when gradients are shared again: with the number of
     replicas or its root; or ("auto") the more, the less the gradients of the replicas agree."""
@@ -273,7 +274,7 @@ class Search:
             self._seen.update(zip(self._places(), points, strict=True))
         self._round += 1
         if self._rough is not None and self._round == self._window.num_rounds:
-            self._end(refine(self._close, self._rough))
+            self._end(self._lengthened(refine(self._close, self._rough)))
         elif self._rough is None and self._round == self._grid.num_rounds:
             self._decide(judge(self.points, self.outset))
 
@@ -323,9 +324,9 @@ class Search:
         """Whether the given learning rate is far too high, whatever the schedule's peak may be."""
         if verdict.shift:
             return verdict.shift < 0
-        lost = [verdict.edge, self._explosion(verdict)]
-        best = verdict.factor or min(filter(None, lost), default=None)
-        return best is not None and self._grown(best) < HOPELESS
+        best = verdict.factor or verdict.edge
+        seen = math.inf if best is None else self._grown(best)
+        return min(seen, most(self._optimizer, self._explosion(verdict))) < HOPELESS
 
     def _move(self, way: int) -> None:
         # Two neighbours are tried again, with other batches: the curve goes on from there.
@@ -372,6 +373,18 @@ class Search:
     def _has_room_to_look_closely(self) -> bool:
         rounds, steps = self._window.num_rounds, self._fine_steps()
         return steps >= self._coarse_steps and self.used + rounds * steps <= self._budget
+
+    def _lengthened(self, verdict: Verdict) -> Verdict:
+        """What full rounds would have chosen."""
+        assert self._rough is not None
+        if verdict.factor is None or self._rough.factor is None:
+            return verdict
+        coarse = Tried(self._rough.factor, self._coarse_steps)
+        close = Tried(verdict.factor, self._fine_steps())
+        factor = longer(coarse, close, FINE_STEPS, self.noise)
+        if factor == verdict.factor:
+            return verdict
+        return verdict._replace(factor=factor, reason=f"{verdict.reason}, {SHORT}")
 
     def _end(self, verdict: Verdict, but: str = "") -> None:
         self.is_over, self.found, self.edge = True, verdict.factor, verdict.edge

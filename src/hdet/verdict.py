@@ -15,7 +15,7 @@ from hdet.fit import without
 LOST = 0.25
 """A learning rate is lost if its score is worse than before the first step, by this share of what
 the best has gained."""
-NEARLY = 0.08
+NEARLY = 0.07
 """The choice may gain less than the best by this share."""
 MARGIN = 4.0
 """The choice keeps this factor away from learning rates that are lost."""
