@@ -82,6 +82,7 @@ def main() -> None:
         lrs[steps] = best
         found = regrets(bench, best)
         cases[name] = {"steps": steps, "replicas": num, "best": best, "regret_pct": found}
+        cases[name]["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
         middle = median(value for values in found.values() for value in values)
         cases[name]["median_regret_pct"] = middle
         print(f"{name}: {middle:.2f} % at {best:g}  {found}", flush=True)

@@ -15,6 +15,7 @@ import torch
 
 import hdet
 from hdet import cli, history
+from tests.knob_run import Run
 from tests.sample_record import write_sample
 
 HDET = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:no scout", "-m", "hdet"]
@@ -107,6 +108,17 @@ def test_export_writes_a_file_or_to_standard_output(
     assert capsys.readouterr().out == f"{folder / 'schedule.json'}\n"
     assert cli.main(["export", str(folder), "--out", "-"]) == 0
     assert capsys.readouterr().out == (folder / "schedule.json").read_text()
+
+
+def test_export_names_the_knobs_that_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a"
+    Run([hdet.lr(), hdet.weight_decay()], record=folder).go(6)
+    assert cli.main(["export", str(folder)]) == 0
+    told = capsys.readouterr().err
+    assert "not in it, set them yourself: weight_decay (" in told
+    assert "lr" not in told
 
 
 @pytest.mark.parametrize(

@@ -692,3 +692,44 @@ def test_on_processes_too(processes: Processes) -> None:
     for who in ({1}, set(range(N))):
         (found,) = set(processes(N, struck, "processes", 5, who, True))
         assert 1 / 3 < found / clean < 3
+
+
+def accumulated(rank: int, writes: bool) -> float:
+    """A loop that sets DDP's switch itself, as loops that accumulate gradients do."""
+    run = Run("processes", rank)
+    while run.scheduler.is_scouting:
+        if writes:
+            setattr(run.model, "require_backward_grad_sync", True)  # noqa: B010 (it is no module)
+        run.step()
+    return float(run.scheduler.get_knobs()["lr/group0"])
+
+
+def test_a_loop_that_writes_the_switch_of_ddp_does_not_end_a_scout(processes: Processes) -> None:
+    assert processes(N, accumulated, True) == processes(N, accumulated, False)
+
+
+def test_a_late_scout_that_has_no_room_with_fewer_replicas_ends() -> None:
+    def run_of(num: int) -> SmallRun:
+        model = net()
+        return SmallRun(
+            "stacked",
+            0,
+            num,
+            model,
+            torch.optim.AdamW(model.parameters(), lr=LR),
+            lambda optimizer: OneCycleLR(optimizer, LR, total_steps=400),
+            controller=None,
+            spread=0.0,
+            sync_every=10,
+        )
+
+    many, few = run_of(8), run_of(2)
+    for _ in range(200):
+        many.step()
+    many.scheduler.scout_again()
+    many.step()
+    many.scheduler.converge()
+    with pytest.warns(UserWarning, match="The scout ends, and the learning rate is kept"):
+        few.scheduler.load_state_dict(many.scheduler.state_dict())
+    assert not few.scheduler.is_scouting
+    few.step()

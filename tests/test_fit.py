@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hdet.design import contrasts, levels
-from hdet.fit import Noise, Slope, fit
+from hdet.fit import Felt, Noise, Slope, fit
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -82,6 +82,14 @@ def test_without_an_effect_few_slopes_look_sure(num_knobs: int) -> None:
             sure += abs(slope.in_errors) > 2
             total += 1
     assert 0.01 < sure / total < 0.06  # 4.6 % of a normal variable
+
+
+def test_what_was_sure_once_does_not_outweigh_what_many_cycles_have_shown() -> None:
+    felt = Felt()
+    for cycle in range(40):
+        felt = felt.and_then(-0.001, 0.0002) if cycle < 3 else felt.and_then(0.2, 0.05)
+    assert felt.slope == pytest.approx(0.2, rel=0.05)
+    assert 0.05 / 10 < felt.error < 0.05
 
 
 def test_a_slope_without_noise_is_as_sure_as_can_be() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR, SequentialLR
 
 import hdet
 from hdet.design import levels
@@ -635,6 +635,65 @@ def test_a_setter_without_effect_is_found_when_its_turn_comes() -> None:
         run = Run([hdet.weight_decay(), stuck()], num=2, controller=hdet.Tracker())
     with pytest.raises(ValueError, match="knob 'stuck' must take effect"):
         run.go(2 * T)
+
+
+def test_knobs_that_take_turns_move_all_the_same() -> None:
+    """Two replicas tell one knob apart: how slopes vary is known from its turn before."""
+    dials = [hdet.Dial(4.0), hdet.Dial(4.0)]
+    knobs = [
+        hdet.Knob(name, dial.get, dial.set, bounds=(0.01, 10.0), space="log", spread=0.3)
+        for name, dial in zip("ab", dials, strict=True)
+    ]
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(x), y) + sum(dial() for dial in dials)
+
+    with pytest.warns(UserWarning, match="take turns"):
+        run = Run(knobs, num=2, controller=hdet.Tracker(), loss=loss, gradients="local")
+    assert all(value < 3.0 for value in run.go(40 * T).scheduler.get_knobs().values())
+    assert set(run.scheduler.sensitivity()) == {"a", "b"}
+
+
+def test_two_knobs_on_one_dial_are_refused() -> None:
+    dial = hdet.Dial(0.5)
+    knobs = [hdet.Knob(name, dial.get, dial.set, bounds=(0.0, 1.0)) for name in "ab"]
+    with pytest.raises(ValueError, match="must each write something else"):
+        Run(knobs, num=4)
+
+
+def test_momentum_follows_a_cycle_inside_of_another_schedule() -> None:
+    def base(optimizer: Any) -> SequentialLR:
+        parts = [
+            ConstantLR(optimizer, 1.0, total_iters=4),
+            OneCycleLR(optimizer, max_lr=0.1, total_steps=30),
+        ]
+        return SequentialLR(optimizer, parts, [4])
+
+    run = Run([hdet.momentum(spread=0.5)], base=base, total_steps=30)
+    plain = adamw(tiny())
+    schedule = base(plain)
+    for _ in range(12):
+        beta = plain.param_groups[0]["betas"][0]
+        seen = [betas[0] / (1 - betas[0]) for betas in run.each("betas")]
+        want = sorted(beta / (1 - beta) * 1.5**sign for sign in (-1, -1, 1, 1))
+        assert sorted(seen) == pytest.approx(want)
+        run.go(1)
+        plain.step()
+        schedule.step()
+
+
+def test_momentum_starts_where_its_schedule_does() -> None:
+    def base(optimizer: Any) -> OneCycleLR:
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+
+    knobs = [hdet.momentum(bounds=(0.92, 0.99))]  # the optimizer's own is 0.9
+    assert Run(knobs, base=base, total_steps=30).scheduler.get_knobs()["momentum"] == 0.95
+
+
+@pytest.mark.parametrize("bounds", [5, (1.0,), None])
+def test_bounds_of_learning_rates_are_two_numbers(bounds: Any) -> None:
+    with pytest.raises(TypeError, match="`bounds` of knob 'lr' must be two numbers"):
+        hdet.lr(bounds=bounds)
 
 
 def test_a_dial_needs_no_preparation_to_be_a_knob() -> None:

@@ -173,3 +173,10 @@ def test_nobody_knows_the_mean_of_a_schedule_that_waits_for_a_metric_or_has_no_e
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)
     assert Base(torch_schedules.ConstantLR(optimizer)).mean_share(None) is None
     assert Base(torch_schedules.ReduceLROnPlateau(optimizer)).mean_share(STEPS) is None
+
+
+def test_a_plateau_of_something_else_than_losses_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), LR)
+    base = torch_schedules.ReduceLROnPlateau(optimizer, mode="max")
+    with pytest.raises(ValueError, match="must be a ReduceLROnPlateau with mode='min'"):
+        hdet.HDET(base)

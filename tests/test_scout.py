@@ -420,6 +420,16 @@ def test_a_constant_in_the_loss_cannot_move_an_explosion_far(scale: float, shift
     assert found(4.0, scale, -1e6) == pytest.approx(84**0.5, rel=1e-3)
 
 
+def test_a_loss_that_begins_near_zero_explodes_by_no_hard_batch() -> None:
+    """Twice of nothing is nothing: one replica among sound ones, within its noise, may be luck."""
+    scores = [0.01, 0.03, -0.1, -0.3, -0.5, -0.2]
+    points = [Point(10.0**place, score, 0.02) for place, score in enumerate(scores)]
+    assert explosion(points, 0.014, 0.5) is None
+    assert explosion([*points, Point(1e6, 3.0, 0.02)], 0.014, 0.5) is None
+    sure = [point._replace(error=0.001) for point in points]
+    assert explosion(sure, 0.014, 0.5) is not None
+
+
 def test_between_a_score_and_a_broken_one_the_middle_counts() -> None:
     points = [Point(1.0, 5.0), Point(10.0, 4.0), Point(100.0, 4.5), Point(1000.0, None)]
     assert explosion(points, 5.0, 1.0) == pytest.approx(100 * 10**0.5)
@@ -549,15 +559,17 @@ def test_scores_of_any_size_are_judged(outset: float) -> None:
     assert found.begin_with().factor > 0
 
 
-def test_what_is_broken_has_exploded_whatever_the_sign_of_the_loss() -> None:
+def test_what_is_broken_has_exploded_if_there_is_something_to_measure_by() -> None:
+    """A negative loss of which nothing is gained has no scale: what is lost is kept away from."""
     chance = random.Random(0)
-    for outset in (5.0, -5.0):
+    for outset, place in ((5.0, (26.8 * 100) ** 0.5), (-5.0, None)):
         found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
         while not found.is_over:
             scores = [outset + chance.gauss(0, 0.01) if f < 50 else None for f in found.factors]
             points = [Point(f, s, 0.01) for f, s in zip(found.factors, scores, strict=True)]
             found.tell(points, None, outset)
-        assert found.explosion == pytest.approx((26.8 * 100) ** 0.5, rel=0.01)
+        assert found.explosion == (None if place is None else pytest.approx(place, rel=0.01))
+        assert (found.begin_with().factor == 1.0) == (place is None)
 
 
 def test_a_lucky_score_further_up_is_not_followed() -> None:

@@ -517,6 +517,27 @@ def test_gradients_accumulate_over_batches() -> None:
         assert gradient.item() == 2.0 + 4.0
 
 
+class Added(nn.Module):
+    """Its gradient is the same number for all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() + self.shift
+
+
+def test_a_gradient_that_all_replicas_have_in_common_is_everybodys_own() -> None:
+    ensemble = StackedReplicas(Added(), 3, mode="vmap")
+    ensemble.share_gradients(None, False)
+    for _ in range(2):
+        ensemble.losses(lambda model, x: model(x), torch.ones(3, 1)).sum().backward()
+    gradients = [module.get_parameter("shift").grad for module in ensemble.modules(None)]
+    assert [float(gradient) for gradient in gradients if gradient is not None] == [2.0] * 3
+    assert len({gradient.data_ptr() for gradient in gradients if gradient is not None}) == 3
+
+
 def test_a_checkpoint_loaded_into_the_model_is_loaded_into_all_replicas() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     ensemble = StackedReplicas(model, 3)

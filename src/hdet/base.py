@@ -29,6 +29,11 @@ class Base:
                 [float(group["max_lr"]) for group in entries],
                 [float(group["min_lr"]) for group in entries],
             )
+        if getattr(schedule, "mode", "min") == "max" and isinstance(schedule, ReduceLROnPlateau):
+            raise ValueError(
+                "`base` must be a ReduceLROnPlateau with mode='min', got 'max': it follows the "
+                "mean training loss of every cycle."
+            )
         self.wants_metric = isinstance(schedule, ReduceLROnPlateau)
         """It is stepped once a cycle, with the mean loss of the cycle: that number is equal on all
         replicas; their own losses would take them apart."""
@@ -101,6 +106,8 @@ class Base:
     def advance(self, metric: float | None = None) -> None:
         aside = groups.undo_fan_out(self.optimizer, self.lrs)
         try:
+            # What a knob has made of them is not for a schedule inside of another to keep.
+            groups.reset_momenta(self.optimizer, self.momenta)
             if metric is None:
                 self.schedule.step()
             else:

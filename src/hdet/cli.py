@@ -166,6 +166,10 @@ def _export(chosen: argparse.Namespace) -> int:
     told = history.read(chosen.run_folder)
     _name_damage(told)
     found = schedule.found(told)
+    others = [knob for knob in told.cycles[-1].knobs if not knob.is_lr]
+    if others:
+        ended = ", ".join(f"{knob.name} ({knob.centre:.4g})" for knob in others if knob.centre)
+        print(f"not in it, set them yourself: {ended}", file=sys.stderr)
     if not found.finished:
         print(f"the run has not ended: {found.total_steps} steps are exported", file=sys.stderr)
     if chosen.out == "-":

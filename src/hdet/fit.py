@@ -81,12 +81,16 @@ class Felt(NamedTuple):
         error = max(error, 1e-3 * abs(slope))
         if error < 1e-100:
             return self
-        weight, keep = 1 / error**2, FELT_MEMORY
+        weight = 1 / error**2
+        # Slopes change in a run, and those of its first steps are small and sure: all before count
+        # no more together than as many cycles that are as sure as this one.
+        most = weight * FELT_MEMORY / (1 - FELT_MEMORY)
+        keep = FELT_MEMORY if FELT_MEMORY * self.total <= most else most / self.total
         return Felt(
             keep * self.total + weight,
             keep * self.weighted + weight * slope,
             keep**2 * self.squares + weight,
-            keep * self.num + 1,
+            FELT_MEMORY * self.num + 1,
         )
 
     @property

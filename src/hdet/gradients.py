@@ -52,7 +52,9 @@ class OwnGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
         nothing = (None,) * num_replicas
-        columns = [nothing if g is None else g.unbind() for g in gradients]
+        # One number for all replicas (an expanded gradient) would be one memory for all of them.
+        own = [g if g is None or g.stride(0) else g.contiguous() for g in gradients]
+        columns = [nothing if g is None else g.unbind() for g in own]
         return None, *([None] * ctx.num), *chain.from_iterable(zip(*columns, strict=True))
 
 

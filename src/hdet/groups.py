@@ -125,9 +125,24 @@ def _put(group: dict[str, Any], key: Key, value: Any) -> None:
 
 def read_momenta(base: LRScheduler) -> list[float] | None:
     """The momentum of each group if this schedule cycles it, as it has just written it."""
-    if not getattr(base, "cycle_momentum", False):
+    if not _cycles_momentum(base):
         return None
     return [float(_momentum(group)) for group in base.optimizer.param_groups]
+
+
+def _cycles_momentum(base: LRScheduler) -> bool:
+    """Whether it does, or one inside of it (SequentialLR, ChainedScheduler)."""
+    inner = getattr(base, "_schedulers", [])
+    return bool(getattr(base, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
+
+
+def reset_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
+    """Numbers in place of whatever is there; tensors have been put aside."""
+    for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
+        if "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+        else:
+            group["momentum"] = momentum
 
 
 def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:

@@ -15,6 +15,9 @@ FAR, FAR_SGD = 100.0, 24.0
 NEAR = 16.0
 """A constant learning rate was never the best that is less than so many times below it. For SGD
 nothing of the kind is known (docs/scout.md)."""
+CLEARLY = 1.5
+"""Rounds that are less than so many times longer than others say nothing about longer ones: their
+choices differ by where the points of a sweep happen to lie."""
 FASTEST = 1.0
 """What gains most in k steps goes with 1 / k at most: then it is how far one comes that counts."""
 CALM = 2.0
@@ -83,8 +86,10 @@ def longer(coarse: Tried, close: Tried, full: int, noise: float | None = None) -
     1.0
     >>> longer(Tried(4.0, 6), Tried(2.0, 12), full=12), longer(Tried(1.0, 6), Tried(2.0, 12), 24)
     (2.0, 2.0)
+    >>> longer(Tried(4.0, 6), Tried(2.0, 8), full=24)
+    2.0
     """
-    if not coarse.steps < close.steps < full or close.factor >= coarse.factor:
+    if not CLEARLY * coarse.steps <= close.steps < full or close.factor >= coarse.factor:
         return close.factor
     rate = math.log(coarse.factor / close.factor) / math.log(close.steps / coarse.steps)
     power = min(rate, FASTEST) / (1 + (noise or 0.0) / CALM)

@@ -50,10 +50,7 @@ class _Spec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"`name` must be a text, got {self.name!r}.")
-        if not isinstance(self.bounds, (tuple, list)) or len(self.bounds) != 2:
-            raise TypeError(
-                f"`bounds` of knob {self.name!r} must be two numbers, got {self.bounds!r}."
-            )
+        _check_two(self.name, self.bounds)
         try:
             self._space()
         except (TypeError, ValueError) as error:
@@ -97,6 +94,7 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.spread is not None:
             check_range("spread", self.spread, least=0, below=math.inf)
+        _check_two(self.name, self.bounds)
         Space("log", *self.bounds)
         if not self.bounds[0] <= 1 <= self.bounds[1]:
             raise ValueError(
@@ -171,6 +169,7 @@ class Knob(_Spec):
                 read,
                 self.schedule,
                 dials=dials,
+                places=frozenset([self.set]),
             )
         ]
 
@@ -193,7 +192,7 @@ class GroupKnob(_Spec):
                     f"knob {self.name!r} needs an optimizer with {key[0]!r} in its groups, got "
                     f"{type(bench.optimizers[0]).__name__}."
                 )
-        moving = [i for i in chosen if not on_rim(self._space(), read_setting(first[i], key))]
+        moving = [i for i in chosen if not on_rim(self._space(), _start(bench, i, key))]
         if not moving or (self.groups is not None and len(moving) < len(chosen)):
             raise ValueError(
                 f"knob {self.name!r} must start above 0 in a {self.space} space, got 0 in "
@@ -214,8 +213,7 @@ class GroupKnob(_Spec):
             return [read_setting(group, key) for group in each]
 
         name = self.name if self.shared else f"{self.name}/{bench.names[part[0]]}"
-        bases = [read_setting(bench.optimizers[0].param_groups[i], key) for i in part]
-        cycled = bench.momenta is not None and key in (("momentum", None), ("betas", 0))
+        bases = [_start(bench, index, key) for index in part]
         return Handle(
             name,
             self._space(),
@@ -226,7 +224,7 @@ class GroupKnob(_Spec):
             self.schedule,
             places=frozenset((key, index) for index in part),
             setting=key[0],
-            follows=part if cycled else (),
+            follows=part if _is_cycled(bench, key) else (),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -583,6 +581,23 @@ def _joined(
     if shared:
         return {knob: [module for part in each.values() for module in part]}
     return {f"{knob}/{name}": part for name, part in each.items()}
+
+
+def _check_two(name: str, bounds: Any) -> None:
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise TypeError(f"`bounds` of knob {name!r} must be two numbers, got {bounds!r}.")
+
+
+def _start(bench: Bench, index: int, key: Key) -> float:
+    """Of a group's setting; replicas on a device have what a schedule has written from their first
+    step on only."""
+    if bench.momenta is not None and _is_cycled(bench, key):
+        return bench.momenta[index]
+    return read_setting(bench.optimizers[0].param_groups[index], key)
+
+
+def _is_cycled(bench: Bench, key: Key) -> bool:
+    return bench.momenta is not None and key in (("momentum", None), ("betas", 0))
 
 
 def _resolved(key: str, group: Mapping[str, Any]) -> Key:

@@ -1,5 +1,6 @@
 """What a run is set to where nobody has said: the best that is known, or what the paper has."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -65,6 +66,12 @@ def choose(preset: str, given: Given, *, total_steps: int | None, num_replicas: 
     usual = Chosen(SPREAD, SYNC_EVERY, PaperController(), None, None)
     if preset == "best":
         usual = _best(given, total_steps)
+        if total_steps is None and given.sync_every is None and usual.spread and num_replicas > 1:
+            warnings.warn(
+                f"nobody knows how long the run is: cycles have {SYNC_EVERY} steps, and nothing "
+                "moves before the first ends; give `total_steps=` or `sync_every=`.",
+                stacklevel=5,
+            )
     if num_replicas == 1:
         usual = usual._replace(guard=None)  # one replica is the base schedule, and nothing else
     return Chosen(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hdet.body import WRAPPED
 from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
@@ -295,6 +296,7 @@ class ProcessReplicas(Wired):
         self._fitted: set[str] = set()
         """Patterns that have found a parameter."""
         self._switch = Switch(self._ranks)
+        self._kept_apart: list[RemovableHandle] = []
         self._check_alike(bucket_bytes)
         super().__init__(bucket_bytes, _device_types(self._group))
 
@@ -402,9 +404,13 @@ class ProcessReplicas(Wired):
         ]
         if not shared and any(module.static_graph for module in wrapped):
             raise ValueError("gradients cannot be local under DDP(static_graph=True).")
+        while self._kept_apart:
+            self._kept_apart.pop().remove()
         for module in wrapped:
             # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
             module.require_backward_grad_sync = shared
+            if not shared:
+                self._kept_apart.append(module.register_forward_pre_hook(_keep_apart))
         found = self._switch.turn(model, shared)
         if shared and self.size > 1 and not wrapped and not found:
             warnings.warn(
@@ -431,6 +437,12 @@ class ProcessReplicas(Wired):
                 raise ValueError(
                     f"`{name}` must be the same on all replicas, got {told} in their order."
                 )
+
+
+def _keep_apart(module: DistributedDataParallel, _: Any) -> None:
+    """Loops that accumulate gradients write DDP's switch themselves, at every step."""
+    if module.require_backward_grad_sync:
+        module.require_backward_grad_sync = False
 
 
 def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:

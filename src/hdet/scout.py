@@ -12,7 +12,18 @@ from typing import Any, Literal, NamedTuple
 
 from hdet.growth import Agreement, Tried, grown, least, longer, most
 from hdet.validation import check_choice, check_flag, check_integer, check_range
-from hdet.verdict import HUGE, NOISE, NOTHING, Point, Verdict, away_from, explosion, judge, refine
+from hdet.verdict import (
+    CLOSELY,
+    HUGE,
+    NOISE,
+    NOTHING,
+    Point,
+    Verdict,
+    away_from,
+    explosion,
+    judge,
+    refine,
+)
 
 POINTS_PER_DECADE = 2
 """At least so many learning rates are tried in a decade, in several rounds if need be."""
@@ -281,12 +292,24 @@ class Search:
     def interrupt(self, num_steps: int) -> None:
         """So many steps of a round were for nothing: it starts again, if there is time."""
         self.used += num_steps
-        rounds = self._grid.num_rounds if self._rough is None else self._window.num_rounds
-        if self.used + (rounds - self._round) * self.num_steps > self._budget:
-            verdict = Verdict(None, 0, "nothing was tried")
-            if self._seen:
-                verdict = self._rough or judge(self.points, self.outset)
-            self._end(verdict, INTERRUPTED)
+        if self._rough is not None:
+            self._look_closely_again(self._rough)
+        elif self.used + (self._grid.num_rounds - self._round) * self.num_steps > self._budget:
+            seen = judge(self.points, self.outset) if self._seen else None
+            self._end(seen or Verdict(None, 0, "nothing was tried"), INTERRUPTED)
+
+    def _look_closely_again(self, rough: Verdict) -> None:
+        """This round, if there is time; or all of them, as long as what is left allows; or it ends
+        with what those that were made have shown."""
+        rounds = self._window.num_rounds - self._round
+        if self.used + rounds * self.num_steps <= self._budget:
+            return
+        self._coarse = self.used
+        if self._has_room_to_look_closely():
+            self._round, self._close = 0, []
+        else:
+            enough = len(self._close) >= FINE_POINTS // 2
+            self._end(refine(self._close, rough) if enough else rough, INTERRUPTED)
 
     def _decide(self, verdict: Verdict) -> None:
         if self._brief and not self._is_hopeless(verdict):
@@ -377,8 +400,8 @@ class Search:
     def _lengthened(self, verdict: Verdict) -> Verdict:
         """What full rounds would have chosen."""
         assert self._rough is not None
-        if verdict.factor is None or self._rough.factor is None:
-            return verdict
+        if verdict.factor is None or self._rough.factor is None or CLOSELY not in verdict.reason:
+            return verdict  # a margin to what is lost is no choice
         coarse = Tried(self._rough.factor, self._coarse_steps)
         close = Tried(verdict.factor, self._fine_steps())
         factor = longer(coarse, close, FINE_STEPS, self.noise)

@@ -56,6 +56,12 @@ class Scouting:
             if told is None:
                 check_room(scout, num_replicas=run.replicas.size, total_steps=total)
             self.second_start = SecondStart(run.optimizer, run.model, run.parameters, run.counted)
+        if told is not None:
+            try:
+                check_room(scout, num_replicas=run.replicas.size, total_steps=total)
+            except ValueError as error:  # with fewer replicas than it was begun with
+                run.warn_once("scout", f"{error} The scout ends, and the learning rate is kept.")
+                return
         expedition = self._explore(
             scout,
             run.model,
@@ -212,6 +218,8 @@ class Scouting:
         """What a person should know who trusts in what was found; nothing if all is well."""
         if INTERRUPTED in search.reason and search.found is None:
             return "was interrupted by a `converge()`, and no steps were left to try anything"
+        if INTERRUPTED in search.reason:
+            return "was interrupted by a `converge()`, and no steps were left to look closely"
         if NO_TIME in search.reason and search.found is not None:
             return (
                 "had no time to look beyond what it tried, at whose end the best lies; give a "

@@ -294,7 +294,9 @@ class Steering:
         found = joint_fit(positions, list(shown.values()), self._noise, before)
         self._noise = found.noise
         for knob, slope in zip(self.knobs, found.slopes, strict=True):
-            knob.slope = None if slope is None else slope.slope
+            # One that rests in this cycle keeps what it had: where knobs take turns, nothing else
+            # would ever tell how slopes vary.
+            knob.slope = knob.slope if slope is None else slope.slope
         return found.slopes
 
     def _move(

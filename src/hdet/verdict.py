@@ -33,6 +33,7 @@ UNKNOWN = 1e-3
 """So much of a score is taken for chance where a probe gives a single one."""
 HUGE = 1e300
 """Scores beyond it count as not finite."""
+CLOSELY = "tried closely"
 NEARLY_BEST = "the lowest that gains nearly as much as the best"
 NOISE = "the scores do not differ by more than their noise"
 NOTHING = "no learning rate gains anything"
@@ -215,7 +216,7 @@ def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
     return rough._replace(
         factor=away_from(edge, _nearly(smooth, rough.reference)),
         edge=edge,
-        reason=f"{NEARLY_BEST}, tried closely",
+        reason=f"{NEARLY_BEST}, {CLOSELY}",
     )
 
 
@@ -223,16 +224,25 @@ def explosion(points: Sequence[Point], reference: float, gain: float) -> float |
     """The learning rate where scores explode, between those that were tried; none if they do not.
 
     `gain` is what the best has gained, or infinite if that is not known: then it is where they are
-    twice as high. What is merely worse than before may pay in a longer run; this does not.
+    twice as high. What is merely worse than before may pay in a longer run; this does not. It is
+    beyond doubt, or everything above it explodes as well; else nobody knows.
     """
     sound, broken = _sound(sorted(points))
     if not sound:
         return broken
     level = reference + _blast(reference, gain)
-    for below, point in pairwise(sound):
-        if _score(point) >= level:
-            return _crossing(below, point, level, min(map(_score, sound)))
-    return None if broken is None else math.sqrt(sound[-1].factor * broken)
+    if level == math.inf:
+        return None  # nobody knows what twice as high would be, and what is broken lies far above
+    exploded = [_score(point) >= level for point in sound]
+    if not any(exploded[1:]):
+        return None if broken is None else math.sqrt(sound[-1].factor * broken)
+    place = exploded.index(True, 1)
+    point, excuse = sound[place], _excuse(sound, reference)
+    # Where a loss begins near zero, twice of it may be nothing but hard batches.
+    is_sure = _score(point) - reference > FAINT * min(point.error, excuse)
+    if not is_sure and not all(exploded[place:]):
+        return None
+    return _crossing(sound[place - 1], point, level, min(map(_score, sound)))
 
 
 def _blast(reference: float, gain: float) -> float:
@@ -331,8 +341,7 @@ def _edge(points: Sequence[Point], reference: float) -> float | None:
     """
     sound, broken = _sound(points)
     limit = reference + LOST * max(reference - min(map(_score, sound)), 0.0)
-    calm = [point.error for point in sound if _score(point) <= reference]
-    excuse = WILD * median(calm) if calm else math.inf  # what diverges is noisy
+    excuse = _excuse(sound, reference)
     lost = [_score(point) > limit + FAINT * min(point.error, excuse) for point in sound]
     lost += [True] * (broken is not None)
     for place, point in enumerate(sound):
@@ -340,6 +349,12 @@ def _edge(points: Sequence[Point], reference: float) -> float | None:
         if lost[place] and (any(above) or not above):
             return point.factor
     return None
+
+
+def _excuse(sound: Sequence[Point], reference: float) -> float:
+    """The most noise that counts for a bad score: what diverges is noisy."""
+    calm = [point.error for point in sound if _score(point) <= reference]
+    return WILD * median(calm) if calm else math.inf
 
 
 def away_from(edge: float | None, factor: float) -> float:
