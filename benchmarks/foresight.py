@@ -20,7 +20,7 @@ from benchmarks.regret import HDET, by, curve_of, loss_at, percent, quantile
 from benchmarks.settle import ENTRIES, RESULTS
 from hdet.growth import Tried, grown, least, longer, peak_of
 from hdet.scout import FINE_STEPS, Scout, coarse_steps
-from hdet.verdict import Point, explosion, judge, refine
+from hdet.verdict import CLOSELY, Point, explosion, judge, refine
 
 
 class Foreseen(NamedTuple):
@@ -56,7 +56,9 @@ def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None
     coarse_length = coarse_steps(Scout(), steps, N)
     length = notes["steps"] - coarse_length * _sweeps(len(points))
     tried = Tried(rough.factor, coarse_length), Tried(close.factor, length)
-    found = close._replace(factor=longer(*tried, FINE_STEPS, notes["noise"]))
+    found = close
+    if CLOSELY in close.reason:
+        found = close._replace(factor=longer(*tried, FINE_STEPS, notes["noise"]))
     assert found.factor is not None
     wave = shape("one cycle", steps, True)
     peak = peak_of(sum(wave.lrs) / steps)

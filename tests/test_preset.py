@@ -273,3 +273,11 @@ def test_the_record_says_what_was_set(tmp_path: Any) -> None:
     assert settings["scout"]["share"] == 0.03
     assert settings["guard"]["offload"] is True
     assert settings["spread"] == 0.0
+
+
+def test_cycles_that_may_never_end_are_pointed_out() -> None:
+    given = Given(knobs=[hdet.weight_decay()])
+    with pytest.warns(UserWarning, match="nobody knows how long the run is: cycles have 1000"):
+        choose("best", given, total_steps=None, num_replicas=4)
+    choose("best", given._replace(sync_every=20), total_steps=None, num_replicas=4)
+    choose("best", Given(), total_steps=None, num_replicas=4)  # nothing is explored

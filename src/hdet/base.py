@@ -29,7 +29,7 @@ class Base:
                 [float(group["max_lr"]) for group in entries],
                 [float(group["min_lr"]) for group in entries],
             )
-        if getattr(schedule, "mode", "min") == "max" and isinstance(schedule, ReduceLROnPlateau):
+        if isinstance(schedule, ReduceLROnPlateau) and schedule.mode == "max":
             raise ValueError(
                 "`base` must be a ReduceLROnPlateau with mode='min', got 'max': it follows the "
                 "mean training loss of every cycle."
@@ -104,10 +104,8 @@ class Base:
         return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)
 
     def advance(self, metric: float | None = None) -> None:
-        aside = groups.undo_fan_out(self.optimizer, self.lrs)
+        aside = groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
         try:
-            # What a knob has made of them is not for a schedule inside of another to keep.
-            groups.reset_momenta(self.optimizer, self.momenta)
             if metric is None:
                 self.schedule.step()
             else:

@@ -168,8 +168,11 @@ def _export(chosen: argparse.Namespace) -> int:
     found = schedule.found(told)
     others = [knob for knob in told.cycles[-1].knobs if not knob.is_lr]
     if others:
-        ended = ", ".join(f"{knob.name} ({knob.centre:.4g})" for knob in others if knob.centre)
-        print(f"not in it, set them yourself: {ended}", file=sys.stderr)
+        ended = [
+            f"{k.name} (not known)" if k.centre is None else f"{k.name} ({k.centre:.4g})"
+            for k in others
+        ]
+        print(f"not in it, set them yourself: {', '.join(ended)}", file=sys.stderr)
     if not found.finished:
         print(f"the run has not ended: {found.total_steps} steps are exported", file=sys.stderr)
     if chosen.out == "-":

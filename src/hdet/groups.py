@@ -41,12 +41,15 @@ Aside = list[dict[str, Any]]
 """What was put aside, for each group."""
 
 
-def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
-    """The groups hold the base schedule's own learning rates, as plain floats, until they are put
-    back.
+def undo_fan_out(
+    optimizer: Optimizer, base_lrs: Sequence[float], momenta: Sequence[float] | None
+) -> Aside:
+    """The groups hold the base schedule's own learning rates and momenta, as plain floats, until
+    they are put back.
 
     Most torch schedules compute the next value from group["lr"]: without this the multiplier
-    would be multiplied in again at every step. Tensors are put aside and come back as the same
+    would be multiplied in again at every step; and one that is not at its turn inside of another
+    leaves momenta as they are. Tensors are put aside and come back as the same
     objects, since a compiled optimizer step holds on to them.
     """
     check_groups(optimizer, len(base_lrs))
@@ -62,6 +65,8 @@ def undo_fan_out(optimizer: Optimizer, base_lrs: Sequence[float]) -> Aside:
             kept["momentum"] = momentum
         group["lr"] = lr
         aside.append(kept)
+    for group, value in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
+        _put(group, _momentum_key(group), value)
     return aside
 
 
@@ -127,7 +132,7 @@ def read_momenta(base: LRScheduler) -> list[float] | None:
     """The momentum of each group if this schedule cycles it, as it has just written it."""
     if not _cycles_momentum(base):
         return None
-    return [float(_momentum(group)) for group in base.optimizer.param_groups]
+    return [read_setting(group, _momentum_key(group)) for group in base.optimizer.param_groups]
 
 
 def _cycles_momentum(base: LRScheduler) -> bool:
@@ -136,24 +141,9 @@ def _cycles_momentum(base: LRScheduler) -> bool:
     return bool(getattr(base, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
 
 
-def reset_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
-    """Numbers in place of whatever is there; tensors have been put aside."""
-    for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        if "betas" in group:
-            group["betas"] = (momentum, *group["betas"][1:])
-        else:
-            group["momentum"] = momentum
-
-
 def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
     for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        betas = group.get("betas")
-        if betas is None:
-            write_setting(group, ("momentum", None), momentum)
-        elif isinstance(betas[0], Tensor):
-            betas[0].fill_(momentum)
-        else:
-            group["betas"] = (momentum, *betas[1:])
+        write_setting(group, _momentum_key(group), momentum)
 
 
 def check_groups(optimizer: Optimizer, num: int) -> None:
@@ -165,5 +155,5 @@ def check_groups(optimizer: Optimizer, num: int) -> None:
         )
 
 
-def _momentum(group: dict[str, Any]) -> Any:
-    return group["betas"][0] if "betas" in group else group["momentum"]
+def _momentum_key(group: dict[str, Any]) -> Key:
+    return ("betas", 0) if "betas" in group else ("momentum", None)

@@ -169,7 +169,7 @@ class Knob(_Spec):
                 read,
                 self.schedule,
                 dials=dials,
-                places=frozenset([self.set]),
+                places=frozenset(dials),
             )
         ]
 
@@ -224,7 +224,7 @@ class GroupKnob(_Spec):
             self.schedule,
             places=frozenset((key, index) for index in part),
             setting=key[0],
-            follows=part if _is_cycled(bench, key) else (),
+            follows=part if _cycled(bench, key) else (),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -591,13 +591,14 @@ def _check_two(name: str, bounds: Any) -> None:
 def _start(bench: Bench, index: int, key: Key) -> float:
     """Of a group's setting; replicas on a device have what a schedule has written from their first
     step on only."""
-    if bench.momenta is not None and _is_cycled(bench, key):
-        return bench.momenta[index]
+    if momenta := _cycled(bench, key):
+        return momenta[index]
     return read_setting(bench.optimizers[0].param_groups[index], key)
 
 
-def _is_cycled(bench: Bench, key: Key) -> bool:
-    return bench.momenta is not None and key in (("momentum", None), ("betas", 0))
+def _cycled(bench: Bench, key: Key) -> Sequence[float] | None:
+    """What the base schedule makes of a setting in every group, if it cycles it."""
+    return bench.momenta if key in (("momentum", None), ("betas", 0)) else None
 
 
 def _resolved(key: str, group: Mapping[str, Any]) -> Key:

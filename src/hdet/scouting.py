@@ -52,16 +52,16 @@ class Scouting:
         total = run.settings.total_steps if late is None else late["total_steps"]
         # A checkpoint of the first look holds the weights that the run began with.
         looks = scout.restart and (told is None or (late is None and told.get("brief", False)))
-        if looks:
+        try:
+            check_room(scout, num_replicas=run.replicas.size, total_steps=total)
+        except ValueError as error:
             if told is None:
-                check_room(scout, num_replicas=run.replicas.size, total_steps=total)
+                raise
+            # With fewer replicas than it was begun with.
+            run.warn_once("scout", f"{error} The scout ends, and the learning rate is kept.")
+            return
+        if looks:
             self.second_start = SecondStart(run.optimizer, run.model, run.parameters, run.counted)
-        if told is not None:
-            try:
-                check_room(scout, num_replicas=run.replicas.size, total_steps=total)
-            except ValueError as error:  # with fewer replicas than it was begun with
-                run.warn_once("scout", f"{error} The scout ends, and the learning rate is kept.")
-                return
         expedition = self._explore(
             scout,
             run.model,
