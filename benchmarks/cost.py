@@ -9,11 +9,12 @@ schedule, with scout and guard, and with a probe besides. The cost of a run is t
 that its scout took, plus whatever its rest took longer than the same steps of the plain run. All
 kinds of runs were begun once before, so that nobody is charged for what a process does once
 (loading kernels, choosing algorithms), and AdamW is fused, as one would have it on a GPU: in a
-scout eight of them step instead of one. After their scouts the runs take turns at every step, so
-that a machine that gets slower slows all; rounds of 50 steps are compared with those of the plain
-run beside them, and the one in the middle counts, so that a hiccup of the machine does not. With
---processes a smaller model is trained by two gloo processes under DDP, whose replicas step no
-slower in a scout than outside.
+scout eight of them step instead of one. After their scouts the runs take turns at every step, each
+first as often as last, so that a machine that gets slower slows all; rounds of 50 steps are
+compared with those of the plain run beside them, and the one in the middle counts, so that a hiccup
+of the machine does not. `twin` is a second plain run: what it seems to cost is the error of all of
+this. With --processes a smaller model is trained by two gloo processes under DDP, whose replicas
+step no slower in a scout than outside.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import json
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -117,6 +119,7 @@ def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
     guarded = {"scout": hdet.Scout(), "guard": hdet.Guard()}
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
+        "twin": {},
         "losses": guarded,
         "probe": {**guarded, "probe": task.probe},
     }
@@ -129,10 +132,12 @@ def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
     took = {name: run.steps for name, run in runs.items()}
     rounds = min(rounds, (plan.steps - max(took.values())) // ROUND)
     times = {name: [0.0] * rounds for name in runs}
+    order = deque(runs)
     for place in range(rounds):
         for _ in range(ROUND):
-            for name, run in runs.items():
-                times[name][place] += run.advance()
+            order.rotate()
+            for name in order:
+                times[name][place] += runs[name].advance()
         print(f"\r{place + 1} of {rounds} rounds", end="", flush=True)
     print()
     plain = times.pop("plain")
@@ -141,6 +146,9 @@ def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
         turns = (plan.steps - took[name]) / ROUND
         longer = turns * median(mine - its for mine, its in zip(own, plain, strict=True))
         whole = scouts[name] + turns * median(plain) + longer
+        if name == "twin":
+            numbers["twin_rest_pct"] = 100 * longer / whole
+            continue
         numbers[f"{name}_scout_steps_pct"] = 100 * took[name] / plan.steps
         numbers[f"{name}_scout_pct"] = 100 * scouts[name] / whole
         numbers[f"{name}_rest_pct"] = 100 * longer / whole

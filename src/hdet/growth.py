@@ -10,7 +10,7 @@ PLAIN = ("SGD", "ASGD")
 """Optimizers whose steps are as long as the gradients; others are like Adam."""
 NOISIEST = 1e6
 """Beyond it gradients are nothing but noise."""
-FAR, FAR_SGD = 100.0, 24.0
+FAR, FAR_SGD = 90.0, 20.0
 """A constant learning rate so many times below where scores explode is needlessly low."""
 NEAR = 16.0
 """A constant learning rate was never the best that is less than so many times below it. For SGD
@@ -103,7 +103,7 @@ def least(rule: str, optimizer: str, explosion: float | None) -> float:
     makes up for steps that are too long, what pays in the end may lose ground in them. How far
     below an explosion the best learning rate lies differs less (docs/scout.md).
 
-    >>> least("auto", "AdamW", 200.0), least("auto", "SGD", 48.0), least("auto", "Adam", None)
+    >>> least("auto", "AdamW", 180.0), least("auto", "SGD", 40.0), least("auto", "Adam", None)
     (2.0, 2.0, 0.0)
     """
     if explosion is None or rule == "none":

@@ -17,6 +17,8 @@ LOST = 0.25
 the best has gained."""
 NEARLY = 0.07
 """The choice may gain less than the best by this share."""
+WITHIN = 0.5
+"""What lies so many standard errors above the lowest of a curve is no worse: that is chance."""
 MARGIN = 4.0
 """The choice keeps this factor away from learning rates that are lost."""
 BLAST = 20.0
@@ -214,7 +216,7 @@ def refine(points: Sequence[Point], rough: Verdict) -> Verdict:
         kept = None if rough.factor is None else away_from(edge, rough.factor)
         return rough._replace(factor=kept, edge=edge)
     return rough._replace(
-        factor=away_from(edge, _nearly(smooth, rough.reference)),
+        factor=away_from(edge, _nearly(smooth, rough.reference, WITHIN)),
         edge=edge,
         reason=f"{NEARLY_BEST}, {CLOSELY}",
     )
@@ -361,14 +363,14 @@ def away_from(edge: float | None, factor: float) -> float:
     return factor if edge is None else min(factor, edge / MARGIN)
 
 
-def _nearly(sound: Sequence[Point], reference: float) -> float:
+def _nearly(sound: Sequence[Point], reference: float, within: float = 0.0) -> float:
     """The lowest learning rate that gains nearly as much as the best, between the points.
 
     Around the best the scores are flat, and which is lowest is chance; below it they are steep,
     and where they cross a line is not. And what is a little too low costs less than what is a
     little too high.
     """
-    line = _line(sound, reference)
+    line = _line(sound, reference, within)
     if _score(sound[0]) <= line:
         return sound[0].factor
     for below, point in pairwise(sound):
@@ -378,7 +380,8 @@ def _nearly(sound: Sequence[Point], reference: float) -> float:
     raise AssertionError("the lowest score is below the line")
 
 
-def _line(sound: Sequence[Point], reference: float) -> float:
-    """What counts as nearly as good as the best."""
-    lowest = min(map(_score, sound))
-    return lowest + NEARLY * (reference - lowest)
+def _line(sound: Sequence[Point], reference: float, within: float = 0.0) -> float:
+    """What counts as nearly as good as the best, or is within its error."""
+    best = min(sound, key=_score)
+    lowest = _score(best)
+    return lowest + max(NEARLY * (reference - lowest), within * best.error)
