@@ -33,7 +33,10 @@ def dial_of(knob: Any) -> Dial:
         (nn.Dropout1d, (500, 40, 3), (500, 40)),
         (nn.Dropout2d, (500, 40, 2, 3), (500, 40)),
         (nn.Dropout3d, (500, 40, 2, 3, 2), (500, 40)),
-        (nn.Dropout2d, (20000, 2, 3), (20000,)),  # without a batch
+        (nn.Dropout1d, (20000, 3), (20000,)),  # without a batch
+        (nn.Dropout3d, (20000, 2, 3, 2), (20000,)),
+        (nn.Dropout2d, (2000, 40, 3), (2000, 40)),  # torch: samples and channels
+        (nn.Dropout2d, (500, 40), (500, 40)),
     ],
 )
 def test_dropout_drops_and_scales(

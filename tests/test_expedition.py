@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import hdet
@@ -257,6 +259,31 @@ def test_the_schedule_is_played_over_what_is_left() -> None:
         ]
         run.go(1)
     assert run.scheduler.get_base_lr() == [pytest.approx(scale * course[S])]
+
+
+def mean_after_a_scout(rise: float) -> float:
+    """Of the learning rates of a schedule that rises so far above the one that was given."""
+    model = net()
+    given: Any = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "total_steps": S}
+    run = SmallRun(
+        "stacked",
+        0,
+        N,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1 + rise * min(step / 40, 1.0)),
+        **{"controller": None, "spread": 0.0, "sync_every": 10, **given},
+    )
+    lrs = []
+    for step in range(S):
+        if step >= STEPS:
+            lrs.append(run.scheduler.get_base_lr()[0])
+        run.step()
+    return fmean(lrs)
+
+
+def test_the_mean_of_a_schedule_is_what_was_found_also_above_what_was_given() -> None:
+    assert mean_after_a_scout(7.0) == pytest.approx(mean_after_a_scout(0.0), rel=0.05)
 
 
 def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Path) -> None:
@@ -706,6 +733,90 @@ def accumulated(rank: int, writes: bool) -> float:
 
 def test_a_loop_that_writes_the_switch_of_ddp_does_not_end_a_scout(processes: Processes) -> None:
     assert processes(N, accumulated, True) == processes(N, accumulated, False)
+
+
+class Branches(nn.Module):
+    """One of two heads, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        output: Tensor = self.heads[which](x)
+        return output
+
+
+def ddp_of(make: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(make().double(), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def apart(model: nn.Module) -> float:
+    """How far the gradients of the processes are apart."""
+    own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    rows = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return max(float((row - own).abs().max()) for row in rows)
+
+
+def branched(rank: int) -> tuple[bool, float]:
+    model, optimizer = ddp_of(Branches, find_unused_parameters=True)
+    base = OneCycleLR(optimizer, LR, total_steps=S)
+    scheduler = hdet.HDET(base, model=model, scout=SCOUT, controller=None, spread=0.0)
+    for step in range(S):
+        optimizer.zero_grad()
+        x = batch(step, rank)
+        loss = (model(x, step % 2) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    return scheduler.is_scouting, apart(model)
+
+
+def test_heads_that_take_turns_go_on_after_a_scout(processes: Processes) -> None:
+    assert processes(2, branched) == [(False, 0.0)] * 2
+
+
+def twice(rank: int) -> list[float]:
+    """A scheduler with local gradients, then one with shared ones, on the same DDP module."""
+    model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
+    found = []
+    for gradients in ("local", "shared"):
+        base = OneCycleLR(optimizer, LR, total_steps=S)
+        given: Any = {"gradients": gradients, "scout": None, "guard": None, "controller": None}
+        scheduler = hdet.HDET(base, model=model, **given)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = batch(step, rank)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            found.append(apart(model))
+            optimizer.step()
+            scheduler.step(loss.detach())
+        scheduler.converge()
+        del scheduler
+    return found
+
+
+def test_a_scheduler_with_local_gradients_leaves_nothing_behind(processes: Processes) -> None:
+    for found in processes(2, twice):
+        assert min(found[:3]) > 0
+        assert max(found[3:]) == 0
+
+
+def bare(rank: int) -> str:
+    """The module inside of DDP: a scout would share gradients, and know nothing of it."""
+    model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
+    base = OneCycleLR(optimizer, LR, total_steps=S)
+    with pytest.raises(ValueError, match="must know what shares the gradients") as told:
+        hdet.HDET(base, model=model.module, scout=SCOUT, controller=None, spread=0.0)
+    return str(told.value)
+
+
+def test_a_scout_asks_for_the_wrapped_model(processes: Processes) -> None:
+    assert "give the wrapped one" in processes(2, bare)[0]
 
 
 def test_a_late_scout_that_has_no_room_with_fewer_replicas_ends() -> None:

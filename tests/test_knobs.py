@@ -777,3 +777,129 @@ def test_what_acts_in_training_alone_needs_gradients_of_its_own() -> None:
             hdet.HDET(base, probe=probe, **{**given, "gradients": gradients})
         texts = [str(one.message) for one in told]
         assert sum("cannot tell the values of dropout apart" in text for text in texts) == wanted
+
+
+# What comes too late, or lies where nobody looks --------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(3, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.up(x))
+        return attend(y, y, y)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Outside of the class: what is tempered there is the module that calls it."""
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("make", [hdet.dropout, hdet.attention_temperature])
+def test_what_is_put_into_a_model_after_it_was_stacked_is_refused(make: Any) -> None:
+    model = Attends()
+    hdet.StackedReplicas(model, 2)
+    with pytest.raises(ValueError, match=r"before hdet\.StackedReplicas copies it"):
+        make(model)
+    early = Attends()
+    make(early)
+    hdet.StackedReplicas(early, 2)
+    make(early)  # all replicas have it: another run may name it again
+    make(hdet.StackedReplicas(Attends(), 2).consensus())
+
+
+def test_the_temperature_of_a_ddp_model_is_that_of_its_module(processes: Processes) -> None:
+    for trained, probed in processes(2, tempered):
+        assert trained == pytest.approx(probed)
+
+
+def tempered(rank: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Attends().eval())
+    (dials,) = hdet.attention_temperature(model).dials.values()
+    next(iter(dials)).set(3.0)
+    x = torch.randn(1, 5, 3)
+    with torch.no_grad():
+        return float(model(x).square().sum()), float(model.module(x).square().sum())
+
+
+def test_groups_of_attention_must_lie_beside_each_other() -> None:
+    model = nn.Sequential(nn.Sequential(Attends()))
+    with pytest.raises(ValueError, match=r"'0\.0' inside of '0'"):
+        hdet.attention_temperature(model, groups=["0", "0.0"], shared=False)
+
+
+def test_a_linear_space_spreads_over_a_tenth_of_its_bounds() -> None:
+    linear: Any = {"space": "linear"}
+    assert hdet.dropout(Attends(), bounds=(0.0, 0.5), **linear).spread == 0.05
+    assert hdet.weight_decay(bounds=(0.0, 0.2), **linear).spread == pytest.approx(0.02)
+    assert hdet.eps().spread == 2.0
+    assert hdet.weight_decay(spread=0.3).spread == 0.3
+
+
+def test_a_dropout_of_ones_own_class_is_told() -> None:
+    class Mine(nn.Dropout):
+        pass
+
+    with pytest.warns(UserWarning, match=r"stays as it is in '1' \(Mine\)"):
+        hdet.dropout(nn.Sequential(nn.Dropout(0.1), Mine(0.1)))
+
+
+def test_a_copy_of_a_model_has_its_dial_at_the_centre() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.scale = hdet.Dial(2.0)
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as in torch)
+            return self.scale() * super().forward(input)
+
+    model = Scaled()
+    replicas = hdet.StackedReplicas(model, 2)
+    knob = hdet.Knob("scale", model.scale.get, model.scale.set, bounds=(0.1, 10), space="log")
+    optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    base = ConstantLR(optimizer, factor=1.0)
+    hdet.HDET(base, model=model, replicas=replicas, knobs=[knob], preset="paper", sync_every=5)
+    copied: Any = replicas.consensus()
+    assert model.scale.values.tolist() == pytest.approx([2 / 1.5, 3.0])
+    assert float(copied.scale()) == 2.0
+
+
+def test_what_only_a_probe_reads_has_no_effect_on_training() -> None:
+    model, criterion = nn.Linear(3, 3), nn.CrossEntropyLoss(label_smoothing=0.1)
+    replicas = hdet.StackedReplicas(model, 2)
+    optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(8, 3), torch.randint(3, (8,))
+    criterion(model(x), y)  # before the run
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=model,
+        replicas=replicas,
+        knobs=[hdet.label_smoothing(criterion)],
+        probe=lambda model: criterion(model(x), y),
+        controller=hdet.Tracker(),
+        sync_every=2,
+        total_steps=10,
+        preset="paper",
+    )
+    with pytest.raises(ValueError, match="nothing has read it"):
+        for _ in range(2):
+            losses = replicas.losses(lambda model, x, y: F.cross_entropy(model(x), y), x, y)
+            optimizer.zero_grad()
+            losses.sum().backward()
+            optimizer.step()
+            scheduler.step(losses.detach())
+
+
+def test_what_is_no_number_is_told_by_its_name() -> None:
+    nothing = hdet.Knob("mine", lambda: None, lambda value: None, bounds=(0.0, 1.0))
+    with pytest.raises(TypeError, match="`get` of knob 'mine' must return a number"):
+        Run([nothing])
+
+    def unclear(step: int) -> Any:
+        return None
+
+    with pytest.raises(TypeError, match="`schedule` of knob 'weight_decay' must return a number"):
+        Run([hdet.weight_decay(schedule=unclear)])

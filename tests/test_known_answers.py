@@ -4,8 +4,6 @@ The whole of it (more problems, seeds, longer runs, the paper's rule beside it) 
 `python -m benchmarks.knobs`.
 """
 
-import math
-
 import pytest
 
 import hdet
@@ -54,6 +52,5 @@ def test_of_six_knobs_five_find_their_places_and_one_without_effect_stays() -> N
     for name, value in ended.values.items():
         if name != "dummy":
             assert 1 / 1.5 < ratio(SPACES.get(name, "log"), value, best[name]) < 1.5, name
-    # Nothing pushes it: it has gone no further than a walk of its own few steps.
-    moves = ended.moves["dummy"]
-    assert abs(math.fsum(moves)) <= 2.5 * math.sqrt(math.fsum(move**2 for move in moves))
+    # Nothing pushes it: it is still within its own spread, where all others went a factor of ten.
+    assert 1 / 1.5 < ended.values["dummy"] < 1.5

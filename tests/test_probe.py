@@ -153,11 +153,74 @@ def test_batches_come_in_turn_and_a_resumed_run_goes_on_where_it_was() -> None:
 
 
 def test_the_cost_is_under_two_percent_by_default() -> None:
+    many = hdet.Probe(score, [1] * 100)
     for every in (17, 50, 100, 1000):
-        num = hdet.Probe(score, [1]).num_batches(every)
-        assert 1 <= num <= 8
-        assert num / (3 * every) <= 0.02  # a forward pass is a third of a step
-    assert hdet.Probe(score, [1]).num_batches(5) == 1
+        assert 1 <= many.num_batches(every) <= 8
+        assert many.num_batches(every) / (3 * every) <= 0.02  # a forward is a third of a step
+    # Replicas that share out the batches they train on score all of a batch each.
+    for every in (170, 500, 1000):
+        assert many.num_batches(every, 8) * 8 / (3 * every) <= 0.02 or every < 17 * 8
+    assert [many.num_batches(every) for every in (50, 1000)] == [3, 8]
+    assert many.num_batches(1000, 8) == 7
+    assert many.num_batches(5) == many.num_batches(50, 8) == 1  # one at least
+    assert hdet.Probe(score, [1]).num_batches(1000) == 1
+
+
+class Scored(nn.Sequential):
+    flag = False
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().mean() + float(self.flag)
+
+
+def row_of(score: Any, model: nn.Module | None = None) -> Tensor:
+    model = Scored(nn.Linear(3, 3)) if model is None else model
+    return score_replicas(hdet.Probe(score), [model], sync_every=10, cycle=0, seed=0)[0]
+
+
+def test_what_methods_and_parts_of_a_model_are_called_with_is_seen() -> None:
+    torch.manual_seed(0)
+    model, x, y = Scored(nn.Linear(3, 3)), torch.ones(1, 3), torch.zeros(1, 3)
+    calls: list[Any] = [
+        lambda m, x: m.loss(x),
+        lambda m, x: m[0](x),
+        lambda m, x: next(iter(m))(x),
+    ]
+    for call in calls:
+
+        def seen(batch: Tensor, call: Any = call) -> list[float]:
+            return row_of(lambda model: call(model, batch).sum(), model)[-2:].tolist()
+
+        assert seen(x) == seen(x)
+        assert seen(x) != seen(y)
+
+
+def test_a_score_may_set_what_the_model_reads() -> None:
+    def flipped(model: Any) -> Tensor:
+        model.flag = True
+        result: Tensor = model.loss(torch.zeros(1, 3))
+        return result
+
+    model = Scored(nn.Linear(3, 3, bias=False))
+    assert row_of(flipped, model)[0] == 1.0
+    assert model.flag
+
+
+def test_a_score_that_uses_no_part_of_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="must call the model"):
+        row_of(lambda model: float(len(model)))
+
+
+def test_a_loader_with_a_generator_of_its_own_is_resumed_too() -> None:
+    def taken(cycles: range) -> list[Any]:
+        own = torch.Generator().manual_seed(7)
+        some = TensorDataset(torch.arange(12))
+        loader = DataLoader(some, batch_size=2, shuffle=True, generator=own)
+        probe = hdet.Probe(score, loader, num=2)
+        return [[b.tolist() for (b,) in probe.take(cycle, 10, 0)] for cycle in cycles]
+
+    whole = taken(range(8))
+    assert taken(range(5, 8)) == whole[5:]
 
 
 def test_high_scores_can_be_the_good_ones() -> None:

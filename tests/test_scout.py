@@ -440,10 +440,11 @@ def test_a_loss_that_begins_near_zero_explodes_by_no_hard_batch() -> None:
     assert explosion(sure, 0.014, 0.5) is not None
 
 
-def test_between_a_score_and_a_broken_one_the_middle_counts() -> None:
-    points = [Point(1.0, 5.0), Point(10.0, 4.0), Point(100.0, 4.5), Point(1000.0, None)]
-    assert explosion(points, 5.0, 1.0) == pytest.approx(100 * 10**0.5)
-    assert explosion(points[:3], 5.0, 1.0) is None
+def test_what_is_only_broken_has_not_exploded() -> None:
+    """An error rate cannot be twice as high: what overflows may lie thousands of times too high."""
+    points = [Point(1.0, 0.9), Point(10.0, 0.4), Point(100.0, 0.9), Point(1000.0, None)]
+    assert explosion(points, 0.9, 0.5) is None
+    assert explosion(points[:3], 0.9, 0.5) is None
     assert explosion([Point(1.0, None)], 5.0, 1.0) == 1.0
 
 
@@ -569,17 +570,39 @@ def test_scores_of_any_size_are_judged(outset: float) -> None:
     assert found.begin_with().factor > 0
 
 
-def test_what_is_broken_has_exploded_if_there_is_something_to_measure_by() -> None:
-    """A negative loss of which nothing is gained has no scale: what is lost is kept away from."""
+def test_what_is_only_broken_raises_nothing() -> None:
+    """Nothing is gained anywhere: the given learning rate is kept, whatever overflows."""
     chance = random.Random(0)
-    for outset, place in ((5.0, (26.8 * 100) ** 0.5), (-5.0, None)):
+    for outset in (5.0, -5.0):
         found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
         while not found.is_over:
             scores = [outset + chance.gauss(0, 0.01) if f < 50 else None for f in found.factors]
             points = [Point(f, s, 0.01) for f, s in zip(found.factors, scores, strict=True)]
             found.tell(points, None, outset)
-        assert found.explosion == (None if place is None else pytest.approx(place, rel=0.01))
-        assert (found.begin_with().factor == 1.0) == (place is None)
+        assert found.explosion is None
+        assert found.begin_with().factor == 1.0
+
+
+@pytest.mark.parametrize("total_steps", [1000, 4000])
+def test_an_error_rate_does_not_begin_where_weights_overflow(total_steps: int) -> None:
+    def error(lr: float) -> float | None:
+        return 0.9 - 0.5 / (1 + abs(math.log(lr / BEST))) if lr < 1e5 * BEST else None
+
+    found = search(BEST, error, total_steps=total_steps)
+    assert found.explosion is None
+    assert 0.1 < found.begin_with(peak=2.0).factor < 30
+
+
+@pytest.mark.parametrize("growth", [0.2, 1.0])
+def test_a_loss_that_grows_by_design_has_no_explosion_at_its_lowest(growth: float) -> None:
+    points = [Point(10.0**place, 0.7 + 9 * growth, 0.05) for place in range(-4, 4)]
+    assert explosion(points, 0.7, math.inf) is None
+
+
+def test_a_line_within_an_error_lies_below_what_was_gained() -> None:
+    rough = Verdict(1.0, 0, "", None, 1.0)
+    points = [Point(0.125, 0.99, 0.01), Point(0.25, 0.95, 0.01), Point(0.5, 0.5, 2.0)]
+    assert (refine(points, rough).factor or 0) > 0.25
 
 
 def test_a_lucky_score_further_up_is_not_followed() -> None:

@@ -30,11 +30,14 @@ class CycleEnd:
     def close(self, ran_with: list[float]) -> None:
         run = self._run
         run.parameters.land_()  # in a last cycle that is shorter than the delay
+        unread = run.hands.unread()  # before a probe reads what training does not
         probed = None
         if run.steering.is_spread():
             probed = run.probe(run.steering.cycle, run.settings.sync_every)
         stopwatch = Stopwatch(run.device())
         call = self._hear_all(probed)
+        if run.steering.cycle == 0:
+            run.hands.check_read(unread, run.step)
         if self._goes_back(call):
             return
         verdict, num_bytes = self._converge(call)
@@ -71,8 +74,6 @@ class CycleEnd:
         call = run.roll_call(*compare, measures=several, probed=probed)
         self._check_losses(call)
         self._check_scores(call)
-        if run.steering.cycle == 0:
-            run.hands.check_read(run.step)
         if run.refuge is not None and all(loss is None for loss in call.losses):
             run.warn_once("guard", "a guard sees nothing without losses: call `step(loss)`.")
         return call

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,23 @@ class running:  # noqa: N801 (a context, written like a function)
 
     def __exit__(self, *_: object) -> None:
         _running.replica = None
+
+
+_stacked: WeakSet[nn.Module] = WeakSet()
+"""Modules that others are copies of: what is put into them now, the copies do not have."""
+
+
+def remember_copies(model: nn.Module) -> None:
+    """All parts of a model have been copied for its replicas."""
+    _stacked.update(model.modules())
+
+
+def _check_not_copied(module: nn.Module, what: str) -> None:
+    if module in _stacked:
+        raise ValueError(
+            f"`{what}` must be put into a model before hdet.StackedReplicas copies it, got one "
+            "that was stacked: the other replicas would not have it."
+        )
 
 
 class Dial:
@@ -119,18 +137,18 @@ class _Dropout:
     dial: Dial
     training: bool
     inplace: bool
-    dims_per_channel = 0
+
+    def drawn(self, shape: Sequence[int]) -> list[int]:
+        """The shape of what is drawn."""
+        return list(shape)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as in torch)
         if not self.training:
             return input
-        shape = list(input.shape)
-        for dim in range(1, self.dims_per_channel + 1):
-            shape[-dim] = 1
         # In half precision a draw has few values, and would drop too many.
         dtype = torch.promote_types(input.dtype, torch.float32)
         p = self.dial().to(dtype)
-        draw = torch.rand(shape, dtype=dtype, device=input.device)
+        draw = torch.rand(self.drawn(input.shape), dtype=dtype, device=input.device)
         # At p = 1 everything is dropped: 0 / 0 would be no number.
         kept = ((draw >= p) / (1 - p).clamp_min(torch.finfo(dtype).tiny)).to(input.dtype)
         return input.mul_(kept) if self.inplace else input * kept
@@ -146,19 +164,27 @@ class SteeredDropout(_Dropout, nn.Dropout):
 class SteeredDropout1d(_Dropout, nn.Dropout1d):
     """nn.Dropout1d whose probability is a dial."""
 
-    dims_per_channel = 1
+    def drawn(self, shape: Sequence[int]) -> list[int]:
+        return _channels(shape, 2 if len(shape) == 3 else 1)
 
 
 class SteeredDropout2d(_Dropout, nn.Dropout2d):
     """nn.Dropout2d whose probability is a dial."""
 
-    dims_per_channel = 2
+    def drawn(self, shape: Sequence[int]) -> list[int]:
+        return _channels(shape, 2)  # torch takes any first two for samples and channels
 
 
 class SteeredDropout3d(_Dropout, nn.Dropout3d):
     """nn.Dropout3d whose probability is a dial."""
 
-    dims_per_channel = 3
+    def drawn(self, shape: Sequence[int]) -> list[int]:
+        return _channels(shape, 2 if len(shape) == 5 else 1)
+
+
+def _channels(shape: Sequence[int], num: int) -> list[int]:
+    """One number for each of the first dimensions."""
+    return [*shape[:num], *[1] * len(shape[num:])]
 
 
 DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
@@ -179,6 +205,9 @@ def steer_dropout(layers: Sequence[nn.Module]) -> dict[Dial, float]:
         same: list[Any] = [layer for layer in layers if layer.p == p]
         there = {id(getattr(layer, "dial", None)) for layer in same}
         dial = same[0].dial if len(there) == 1 and hasattr(same[0], "dial") else Dial(p)
+        for layer in same:
+            if getattr(layer, "dial", None) is not dial:
+                _check_not_copied(layer, "dropout")
         for layer in same:
             layer.__class__ = DROPOUTS.get(type(layer), type(layer))
             layer.dial = dial
@@ -209,6 +238,7 @@ class SteeredCrossEntropyLoss(nn.CrossEntropyLoss):
 
 def steer_label_smoothing(criterion: nn.CrossEntropyLoss) -> dict[Dial, float]:
     if not isinstance(criterion, SteeredCrossEntropyLoss):
+        _check_not_copied(criterion, "label_smoothing")
         criterion.__class__ = SteeredCrossEntropyLoss
         criterion.dial = Dial(criterion.label_smoothing)  # type: ignore
     return {criterion.dial: float(criterion.label_smoothing)}  # type: ignore
@@ -289,10 +319,14 @@ def steer_temperature(modules: Sequence[nn.Module], start: float) -> dict[Dial, 
         if isinstance(own, _Tempered):
             dial = own.dial
             dial.set(start)
-    for module in modules:
-        # Also the parts that attend themselves: activation checkpointing calls them on their own.
-        for part in {module, *filter(_attends, module.modules())}:
-            part.forward = _Tempered(part, dial)
+    # Also the parts that attend themselves: activation checkpointing calls them on their own.
+    parts = {part for module in modules for part in (module, *filter(_attends, module.modules()))}
+    for part in parts:
+        own = vars(part).get("forward")
+        if not isinstance(own, _Tempered) or own.dial is not dial:
+            _check_not_copied(part, "attention_temperature")
+    for part in parts:
+        part.forward = _Tempered(part, dial)
     return {dial: start}
 
 

@@ -1,7 +1,7 @@
 """The hands that turn knobs: how each is read and written for every replica of this process."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,7 +69,13 @@ class Handle:
             base = momenta[self.follows[target]]
         if self.schedule is None:
             return base
-        scheduled = base * self.schedule(step)
+        factor: Any = self.schedule(step)
+        if not isinstance(factor, (int, float, torch.Tensor)):
+            raise TypeError(
+                f"`schedule` of knob {self.name!r} must return a number, got {factor!r} at step "
+                f"{step}."
+            )
+        scheduled = base * float(factor)
         if not math.isfinite(scheduled):
             raise ValueError(
                 f"`schedule` of knob {self.name!r} must be finite, got {scheduled} at step {step}."
@@ -117,6 +123,8 @@ class Hands:
         _check_apart(handles)
         for handle in handles:
             handle.check()
+            for dial in handle.dials:
+                dial.is_read = False  # what was read before the run says nothing of it
 
     @property
     def _local(self) -> range:
@@ -210,10 +218,17 @@ class Hands:
                 handle.dials[target].values.copy_(values)
                 handle.dials[target].alone.copy_(alone)
 
-    def check_read(self, step: int) -> None:
-        """A dial that no code reads cannot have an effect."""
+    def unread(self) -> list[str]:
+        """Those whose dials no code has read: they cannot have an effect."""
+        return [
+            handle.name
+            for handle in self._handles
+            if handle.dials and not any(dial.is_read for dial in handle.dials)
+        ]
+
+    def check_read(self, unread: Collection[str], step: int) -> None:
         for handle in self._handles:
-            if handle.dials and not any(dial.is_read for dial in handle.dials):
+            if handle.name in unread:
                 raise ValueError(
                     f"knob {handle.name!r} must take effect, but nothing has read it until step "
                     f"{step}: does the training loop use the module that it was made for?"

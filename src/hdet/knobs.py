@@ -132,32 +132,31 @@ class Knob(_Spec):
         for key, function in (("get", get), ("set", set)):
             if not callable(function):
                 raise TypeError(f"`{key}` of knob {name!r} must be a function, got {function!r}.")
-        if spread is None:
-            spread = SPREAD
-            if space == "linear" and isinstance(bounds, (tuple, list)) and len(bounds) == 2:
-                spread = (bounds[1] - bounds[0]) / 10
-                if spread == math.inf:
-                    raise ValueError(
-                        f"`spread` of knob {name!r} must be given where its bounds are infinite."
-                    )
-        super().__init__(name=name, space=space, bounds=bounds, spread=spread, schedule=schedule)
+        width = _spread(name, spread, space, bounds)
+        super().__init__(name=name, space=space, bounds=bounds, spread=width, schedule=schedule)
         object.__setattr__(self, "get", get)
         object.__setattr__(self, "set", set)
 
     def bind(self, bench: Bench) -> list[Handle]:
         num, device = len(bench.optimizers), bench.device
 
-        def write(target: int, values: Sequence[float], centre: float) -> None:
-            self.set(values[0] if num == 1 else torch.tensor(values, device=device))
-
-        def read(target: int) -> list[float]:
-            seen = torch.as_tensor(self.get(), dtype=torch.float64).flatten().tolist()
-            return seen * num if len(seen) == 1 else seen
-
         dial = getattr(self.get, "__self__", None)
         dials = [dial] if isinstance(dial, Dial) else []
         for one in dials:
             one.place(num, device)
+
+        def write(target: int, values: Sequence[float], centre: float) -> None:
+            self.set(values[0] if num == 1 else torch.tensor(values, device=device))
+            for one in dials:
+                one.alone.fill_(centre)
+
+        def read(target: int) -> list[float]:
+            seen = self.get()
+            if not isinstance(seen, (int, float, Tensor, list, tuple)):
+                raise TypeError(f"`get` of knob {self.name!r} must return a number, got {seen!r}.")
+            told = torch.as_tensor(seen, dtype=torch.float64).flatten().tolist()
+            return told * num if len(told) == 1 else told
+
         start = read(0)[0]
         return [
             Handle(
@@ -324,7 +323,8 @@ def lr(
 class GroupOptions(TypedDict, total=False):
     """What every knob of parameter groups takes beside its bounds."""
 
-    spread: float
+    spread: float | None
+    """By default 0.5 (2 for eps), in a linear space a tenth of the bounds."""
     space: Kind
     groups: Sequence[str] | None
     """Names of parameter groups; all of them unless given."""
@@ -335,13 +335,13 @@ class GroupOptions(TypedDict, total=False):
 
 def weight_decay(bounds: Bounds = (1e-6, 10.0), **options: Unpack[GroupOptions]) -> GroupKnob:
     """The weight decay of the groups that have one; groups without stay without."""
-    return _group_knob("weight_decay", bounds, {"space": "log"}, options)
+    return _group_knob("weight_decay", bounds, "log", options)
 
 
 def momentum(bounds: Bounds = (0.05, 0.999), **options: Unpack[GroupOptions]) -> GroupKnob:
     """The momentum: that of SGD, or Adam's first beta. Under a base schedule that cycles momenta
     it is explored around them."""
-    return _group_knob("momentum", bounds, {"space": "logit"}, options)
+    return _group_knob("momentum", bounds, "logit", options)
 
 
 def betas(
@@ -352,7 +352,7 @@ def betas(
     """Adam's betas, each within its bounds; None leaves one alone."""
     given = {"beta1": beta1, "beta2": beta2}
     return [
-        _group_knob(name, bounds, {"space": "logit"}, options)
+        _group_knob(name, bounds, "logit", options)
         for name, bounds in given.items()
         if bounds is not None
     ]
@@ -360,13 +360,15 @@ def betas(
 
 def eps(bounds: Bounds = (1e-12, 1e-1), **options: Unpack[GroupOptions]) -> GroupKnob:
     """The epsilon of Adam and its kind. It acts over decades, hence the wide spread."""
-    return _group_knob("eps", bounds, {"space": "log", "spread": 2.0}, options)
+    return _group_knob("eps", bounds, "log", options, usual=2.0)
 
 
 def _group_knob(
-    name: str, bounds: Bounds, defaults: GroupOptions, options: GroupOptions
+    name: str, bounds: Bounds, space: Kind, options: GroupOptions, usual: float = SPREAD
 ) -> GroupKnob:
-    given: GroupOptions = {"spread": SPREAD, **defaults, **options}
+    space = options.get("space", space)
+    spread = _spread(name, options.get("spread"), space, bounds, usual)
+    given: Any = {**options, "space": space, "spread": spread}
     return GroupKnob(name=name, key=name, bounds=bounds, **given)
 
 
@@ -374,7 +376,7 @@ def dropout(
     model: nn.Module,
     bounds: Bounds = (0.01, 0.9),
     *,
-    spread: float = SPREAD,
+    spread: float | None = None,
     space: Kind = "logit",
     groups: Sequence[str] | None = None,
     shared: bool = True,
@@ -403,11 +405,22 @@ def dropout(
             "it as a number.",
             stacklevel=2,
         )
+    others = [
+        f"{name!r} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, tuple(DROPOUTS)) and name not in layers
+    ]
+    if others:
+        warnings.warn(
+            f"dropout stays as it is in {others[0]}: what a class of your own does with it is not "
+            "known.",
+            stacklevel=2,
+        )
     parts = _parts("dropout", layers, groups, shared)
     return DialKnob(
         name="dropout",
         bounds=bounds,
-        spread=spread,
+        spread=_spread("dropout", spread, space, bounds),
         space=space,
         schedule=schedule,
         dials={name: steer_dropout(part) for name, part in parts.items()},
@@ -419,7 +432,7 @@ def label_smoothing(
     criterion: nn.CrossEntropyLoss,
     bounds: Bounds = (1e-3, 0.9),
     *,
-    spread: float = SPREAD,
+    spread: float | None = None,
     space: Kind = "logit",
     schedule: Schedule | None = None,
 ) -> DialKnob:
@@ -432,7 +445,7 @@ def label_smoothing(
     return DialKnob(
         name="label_smoothing",
         bounds=bounds,
-        spread=spread,
+        spread=_spread("label_smoothing", spread, space, bounds),
         space=space,
         schedule=schedule,
         dials={"label_smoothing": steer_label_smoothing(criterion)},
@@ -457,11 +470,15 @@ def attention_temperature(
     below the modules that `groups` names. Call it before the model is stacked or compiled.
     """
     if groups is None:
+        # Of DDP the module inside: a probe calls that one.
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
         parts = {"attention_temperature": [model]}
     else:
         modules = dict(model.named_modules())
         _check_known("attention_temperature", groups, list(modules))
         each = {name: [modules[name]] for name in groups}
+        _check_beside(groups)
         parts = _joined("attention_temperature", each, shared)
     return DialKnob(
         name="attention_temperature",
@@ -554,6 +571,17 @@ def _check_known(knob: str, groups: Sequence[str], names: Sequence[str]) -> None
             )
 
 
+def _check_beside(groups: Sequence[str]) -> None:
+    """No group lies inside of another: there attention would be divided twice."""
+    for outer in groups:
+        for inner in groups:
+            if inner != outer and f"{inner}.".startswith(f"{outer}." if outer else ""):
+                raise ValueError(
+                    "`groups` of knob 'attention_temperature' must lie beside each other, got "
+                    f"{inner!r} inside of {outer!r}."
+                )
+
+
 def _parts(
     knob: str, layers: Mapping[str, nn.Module], groups: Sequence[str] | None, shared: bool
 ) -> dict[str, list[nn.Module]]:
@@ -581,6 +609,21 @@ def _joined(
     if shared:
         return {knob: [module for part in each.values() for module in part]}
     return {f"{knob}/{name}": part for name, part in each.items()}
+
+
+def _spread(
+    name: str, given: float | None, space: Kind, bounds: Bounds, usual: float = SPREAD
+) -> float:
+    """What was given; else a tenth of the bounds where steps are linear, or what is usual."""
+    if given is not None:
+        return given
+    if space != "linear":
+        return usual
+    _check_two(name, bounds)
+    width = (bounds[1] - bounds[0]) / 10
+    if width == math.inf:
+        raise ValueError(f"`spread` of knob {name!r} must be given where its bounds are infinite.")
+    return width
 
 
 def _check_two(name: str, bounds: Any) -> None:

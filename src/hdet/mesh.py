@@ -110,6 +110,11 @@ class Switch:
         return wire is not None and reaches(dist.get_process_group_ranks(wire), self._ranks, on)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shares gradients in some part of a model."""
+    return bool(_parameter_groups(model))
+
+
 def _parameter_groups(model: nn.Module) -> list[Any]:
     """FSDP2's, each with the parameters that are gathered and reduced at once."""
     found: list[Any] = []

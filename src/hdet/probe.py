@@ -4,9 +4,11 @@ Losses on private batches differ by more than what the knobs do to them, and a t
 prefers less dropout. Scores on shared held-out batches have neither fault.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,24 +70,25 @@ class Probe:
         """What replicas must have in common, and what the record keeps."""
         return {"num": self.num, "mode": self.mode, "tail": self.tail}
 
-    def num_batches(self, sync_every: int) -> int:
-        """Batches for each cycle. A forward pass is a third of a step's work.
+    def num_batches(self, sync_every: int, num_replicas: int = 1) -> int:
+        """Batches for each cycle, one at least. A forward pass is a third of a step's work.
 
-        No batch counts twice: it would seem to know more than it does.
+        Replicas of one device share out a batch when they train, and score all of it each. No batch
+        counts twice: it would seem to know more than it does.
 
-        >>> Probe(lambda model: 0.0).num_batches(100)
-        6
+        >>> Probe(lambda model: 0.0).num_batches(100), Probe(lambda model: 0.0).num_batches(100, 4)
+        (6, 1)
         """
-        num = self.num or min(max(int(SHARE * 3 * sync_every), 1), MOST_BATCHES)
+        num = self.num or min(max(int(SHARE * 3 * sync_every / num_replicas), 1), MOST_BATCHES)
         return min(num, self._length or num)
 
     def tail_steps(self, sync_every: int) -> int:
         """Over how many steps at the end of a cycle the weights are averaged."""
         return math.ceil(self.tail * sync_every)
 
-    def take(self, cycle: int, sync_every: int, seed: int) -> list[Any]:
+    def take(self, cycle: int, sync_every: int, seed: int, num_replicas: int = 1) -> list[Any]:
         """The batches of a cycle: the next ones, from the start again after the last."""
-        num = self.num_batches(sync_every)
+        num = self.num_batches(sync_every, num_replicas)
         place = cycle * num
         if self._iterator is None or self._place != place:
             self._restart(place // self._length if self._length else 0, seed)
@@ -107,7 +110,12 @@ class Probe:
         """A loader that shuffles draws its order now: the same in every process, and after a
         resume."""
         assert self.batches is not None
-        torch.manual_seed((seed * 1_000_003 + epoch) & 0x7FFFFFFF)
+        chosen = (seed * 1_000_003 + epoch) & 0x7FFFFFFF
+        torch.manual_seed(chosen)
+        sampler = getattr(self.batches, "sampler", None)
+        for owner in (self.batches, sampler):  # a generator of its own draws it, if there is one
+            if isinstance(own := getattr(owner, "generator", None), torch.Generator):
+                own.manual_seed(chosen)
         self._epoch, self._iterator = epoch, iter(self.batches)
 
     def _next(self, seed: int) -> Any:
@@ -163,7 +171,9 @@ def score_replicas(
         finite = torch.stack([_is_finite(module)[None] for module in modules])
         sound = pool(finite).flatten(1).all(1).tolist()
     with _same_draws(device, seed, cycle):
-        batches = None if probe.batches is None else probe.take(cycle, sync_every, seed)
+        batches = None
+        if probe.batches is not None:
+            batches = probe.take(cycle, sync_every, seed, len(modules))
         for place, module in enumerate(modules[:1] if alike else modules):
             who = (
                 nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
@@ -217,28 +227,61 @@ def _row(scores: Tensor, mode: str, seen: "Seen", device: torch.device) -> Tenso
     return torch.cat([scores, padding, words])
 
 
-class Seen:
-    """The model as a score gets it: it remembers what it was called with."""
+class Notes:
+    """What a score has called a model with."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self.print = torch.zeros((), dtype=torch.int64)
-        self._is_called = False
+        self.is_used = False
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        self._is_called = True
+    def around(self, call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        self.is_used = True
         for value in tree_leaves((inputs, options)):
             if isinstance(value, Tensor):
                 found = fingerprint(value.detach().contiguous())
                 self.print = self.print.to(found.device) * 31 + found + 1
-        return self._module(*inputs, **options)
+        return call(*inputs, **options)
+
+
+class Seen:
+    """The model as a score gets it, or a part of it: what it is called with is noted."""
+
+    def __init__(self, module: nn.Module, notes: Notes | None = None) -> None:
+        vars(self).update(_module=module, _notes=notes or Notes())
+
+    @property
+    def print(self) -> Tensor:
+        return self._notes.print  # type: ignore[no-any-return]
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self._notes.around(self._module, *inputs, **options)
 
     def __getattr__(self, name: str) -> Any:
-        self._is_called = True  # a method of the model, whose inputs are not seen
-        return getattr(self._module, name)
+        return self._shown(getattr(self._module, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._shown(self._module[place])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._shown, self._module)
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def _shown(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return Seen(value, self._notes)
+        if inspect.ismethod(value):
+            return partial(self._notes.around, value)
+        if isinstance(value, Tensor):
+            self._notes.is_used = True
+        return value
 
     def check(self) -> None:
-        if not self._is_called:
+        if not self._notes.is_used:
             raise ValueError(
                 "`score` of the probe must call the model it is given, got one that did not: it "
                 "would score another replica, or none."

@@ -1,12 +1,14 @@
 """The Replicas protocol, and replicas as processes: the only file that talks to other processes."""
 
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -296,7 +298,6 @@ class ProcessReplicas(Wired):
         self._fitted: set[str] = set()
         """Patterns that have found a parameter."""
         self._switch = Switch(self._ranks)
-        self._kept_apart: list[RemovableHandle] = []
         self._check_alike(bucket_bytes)
         super().__init__(bucket_bytes, _device_types(self._group))
 
@@ -404,13 +405,16 @@ class ProcessReplicas(Wired):
         ]
         if not shared and any(module.static_graph for module in wrapped):
             raise ValueError("gradients cannot be local under DDP(static_graph=True).")
-        while self._kept_apart:
-            self._kept_apart.pop().remove()
         for module in wrapped:
             # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
             module.require_backward_grad_sync = shared
+            hook = _WATCHES.pop(module, None)
+            if hook is not None:  # also one of a scheduler before
+                hook.remove()
             if not shared:
-                self._kept_apart.append(module.register_forward_pre_hook(_keep_apart))
+                _WATCHES[module] = module.register_forward_pre_hook(_keep_apart(self))
+            elif hook is not None and module.find_unused_parameters:
+                _WATCHES[module] = module.register_forward_pre_hook(_fill_gradients)
         found = self._switch.turn(model, shared)
         if shared and self.size > 1 and not wrapped and not found:
             warnings.warn(
@@ -439,10 +443,32 @@ class ProcessReplicas(Wired):
                 )
 
 
-def _keep_apart(module: DistributedDataParallel, _: Any) -> None:
+_WATCHES: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+"""What looks at a DDP module before its forwards: one hook, whoever has put it there."""
+
+
+def _keep_apart(replicas: ProcessReplicas) -> Callable[..., None]:
     """Loops that accumulate gradients write DDP's switch themselves, at every step."""
-    if module.require_backward_grad_sync:
-        module.require_backward_grad_sync = False
+    weakly = weakref.ref(replicas)
+
+    def keep(module: DistributedDataParallel, _: Any) -> None:
+        if weakly() is not None and module.require_backward_grad_sync:
+            module.require_backward_grad_sync = False
+
+    return keep
+
+
+def _fill_gradients(module: DistributedDataParallel, _: Any) -> None:
+    """Before the first forward that DDP shares the gradients of again, once.
+
+    While gradients were local DDP went on noting which parameters are used: it would look for the
+    gradients of all that were used in any of these steps.
+    """
+    if torch.is_grad_enabled() and module.require_backward_grad_sync:
+        for parameter in module.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        _WATCHES.pop(module).remove()
 
 
 def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -280,7 +280,7 @@ class HDET(LRScheduler):
 
     def get_knobs(self) -> dict[str, float]:
         """The centre of every knob: a factor of the base schedule for learning rates (`lr/...`),
-        the value itself for all others."""
+        the value itself for all others; of one with a schedule what it is where that is 1."""
         return self._run.steering.scales()
 
     @property

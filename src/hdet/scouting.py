@@ -216,10 +216,10 @@ class Scouting:
 
     def _advice(self, search: Search, begin: Beginning) -> str:
         """What a person should know who trusts in what was found; nothing if all is well."""
-        if INTERRUPTED in search.reason and search.found is None:
-            return "was interrupted by a `converge()`, and no steps were left to try anything"
         if INTERRUPTED in search.reason:
-            return "was interrupted by a `converge()`, and no steps were left to look closely"
+            rest = "try anything" if search.found is None else "look closely"
+            cause = "a `converge()` or a bad batch"
+            return f"was interrupted by {cause}, and no steps were left to {rest}"
         if NO_TIME in search.reason and search.found is not None:
             return (
                 "had no time to look beyond what it tried, at whose end the best lies; give a "

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from hdet.body import check_initialised
-from hdet.dials import sharing_dials
+from hdet.dials import remember_copies, sharing_dials
 from hdet.forward import Forward, LossFunction
 from hdet.stacked_optimizer import StackedOptimizer, like
 from hdet.stacks import copy_rows_, maximum_of_rows, mean_of_rows, stack
@@ -47,6 +47,8 @@ class StackedReplicas:
         self.local = range(num)
         with sharing_dials():
             self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
+        if num > 1:
+            remember_copies(model)
         weights = stack([dict(module.named_parameters()) for module in self._modules])
         buffers = stack([dict(module.named_buffers()) for module in self._modules])
         self._forward = Forward(self._modules, weights, buffers, mode)

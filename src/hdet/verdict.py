@@ -98,7 +98,9 @@ def struck(fates: Sequence[Fate], num_steps: int, factors: Sequence[float]) -> l
     >>> struck([Fate(5, 2.0, 1.8), Fate(12, 2.1, 1.5), Fate(5, 2.0, 90.0)], 12, [0.1, 1.0, 10.0])
     [True, False, False]
     """
-    at_first = max((fate.first for fate in fates if math.isfinite(fate.first)), default=-math.inf)
+    firsts = [fate.first for fate in fates if math.isfinite(fate.first)]
+    # All stand at the same place there: how far their losses differ is what batches do.
+    at_first = 2 * max(firsts) - min(firsts) if firsts else -math.inf
     pairs = list(zip(factors, fates, strict=True))
     survived = max((factor for factor, fate in pairs if fate.num > 1), default=0.0)
     return [
@@ -236,8 +238,10 @@ def explosion(points: Sequence[Point], reference: float, gain: float) -> float |
     if level == math.inf:
         return None  # nobody knows what twice as high would be, and what is broken lies far above
     exploded = [_score(point) >= level for point in sound]
-    if not any(exploded[1:]):
-        return None if broken is None else math.sqrt(sound[-1].factor * broken)
+    # What is lost by overflow alone may lie thousands of times too high: an error rate is never
+    # twice as high. And where the lowest explodes, the loss grows by design.
+    if exploded[0] or not any(exploded):
+        return None
     place = exploded.index(True, 1)
     point, excuse = sound[place], _excuse(sound, reference)
     # Where a loss begins near zero, twice of it may be nothing but hard batches.
@@ -384,4 +388,5 @@ def _line(sound: Sequence[Point], reference: float, within: float = 0.0) -> floa
     """What counts as nearly as good as the best, or is within its error."""
     best = min(sound, key=_score)
     lowest = _score(best)
-    return lowest + max(NEARLY * (reference - lowest), within * best.error)
+    gain = reference - lowest
+    return lowest + max(NEARLY * gain, min(within * best.error, gain / 4))
