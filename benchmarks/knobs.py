@@ -351,9 +351,10 @@ def headline(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]
         "paper_within_1pct_share": share("paper", "within_share"),
         "paper_within_factor_1_5_share": share("paper", "within_factor"),
         "scout_within_1pct_share": share("scout", "within_share"),
-        "six_within_factor_1_5_share": sum(bool(row["within_factor"]) for row in six)
-        / max(len(six), 1),
-        "dummy_drift_in_its_own_sigmas": drift_in_sigmas(six),
+        "six_within_factor_1_5_share": (
+            sum(bool(row["within_factor"]) for row in six) / len(six) if six else math.nan
+        ),
+        "dummy_drift_in_its_own_sigmas": drift_in_sigmas(six) if six else math.nan,
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -872,7 +873,6 @@ def test_what_only_a_probe_reads_has_no_effect_on_training() -> None:
     replicas = hdet.StackedReplicas(model, 2)
     optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = torch.randn(8, 3), torch.randint(3, (8,))
-    criterion(model(x), y)  # before the run
     scheduler = hdet.HDET(
         ConstantLR(optimizer, factor=1.0),
         model=model,
@@ -891,6 +891,13 @@ def test_what_only_a_probe_reads_has_no_effect_on_training() -> None:
             losses.sum().backward()
             optimizer.step()
             scheduler.step(losses.detach())
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    box = {"mine": np.float32(0.5)}
+    knob = hdet.Knob("mine", lambda: box["mine"], lambda v: box.update(mine=v), bounds=(0.0, 1.0))
+    one: Any = np.float32(1.0)
+    Run([knob, hdet.weight_decay(schedule=lambda step: one)]).go(1)
 
 
 def test_what_is_no_number_is_told_by_its_name() -> None:

@@ -445,7 +445,7 @@ def test_what_is_only_broken_has_not_exploded() -> None:
     points = [Point(1.0, 0.9), Point(10.0, 0.4), Point(100.0, 0.9), Point(1000.0, None)]
     assert explosion(points, 0.9, 0.5) is None
     assert explosion(points[:3], 0.9, 0.5) is None
-    assert explosion([Point(1.0, None)], 5.0, 1.0) == 1.0
+    assert explosion([Point(1.0, None)], 5.0, 1.0) is None
 
 
 def late(lr: float) -> float:

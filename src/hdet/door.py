@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad
 
 from hdet.base import Base
@@ -21,12 +20,11 @@ from hdet.elastic import TorchftReplicas, is_of_torchft, shares_gradients
 from hdet.guard import Guard
 from hdet.knobs import DialKnob, LearningRate
 from hdet.ledger import Traders
-from hdet.mesh import is_sharded
 from hdet.outer import Make, describe_outer
 from hdet.parameters import Parameters
 from hdet.preset import scout_problem, unfit_for_scouts
 from hdet.probe import Probe
-from hdet.replicas import ProcessReplicas, Replicas
+from hdet.replicas import Replicas
 from hdet.scout import Scout
 from hdet.stacked import StackedReplicas
 from hdet.stacked_optimizer import StackedOptimizer
@@ -159,22 +157,6 @@ def without_a_useless_scout(
     return replace(settings, scout=None)
 
 
-def _check_sharing(settings: Settings, replicas: Replicas, model: nn.Module) -> None:
-    """A scout switches the sharing of gradients off: it must know who does it."""
-    is_known = any(isinstance(m, DistributedDataParallel) for m in model.modules())
-    if (
-        settings.gradients == "shared"
-        and isinstance(replicas, ProcessReplicas)
-        and replicas.size > 1
-        and not (is_known or is_sharded(model))
-    ):
-        raise ValueError(
-            "`scout` must know what shares the gradients, got a model that is neither wrapped in "
-            "DistributedDataParallel nor fully_shard-ed: give the wrapped one, or "
-            "`gradients='local'`."
-        )
-
-
 def check_together(
     settings: Settings, base: Base, replicas: Replicas, model: nn.Module | None
 ) -> None:
@@ -190,10 +172,10 @@ def check_together(
             "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
             "in its constructor, got 'reset'."
         )
-    if settings.scout is not None and (problem := unfit_for_scouts(base, model)):
-        raise ValueError(f"{problem}.")
-    if settings.scout is not None and model is not None:
-        _check_sharing(settings, replicas, model)
+    if settings.scout is not None:
+        problem = unfit_for_scouts(base, model, replicas, settings.gradients)
+        if problem is not None:
+            raise ValueError(f"{problem}.")
     rates = any(isinstance(knob, LearningRate) for knob in settings.knobs)
     for name in ("scout", "guard"):
         if getattr(settings, name) is not None and not rates:

@@ -70,12 +70,13 @@ class Handle:
         if self.schedule is None:
             return base
         factor: Any = self.schedule(step)
-        if not isinstance(factor, (int, float, torch.Tensor)):
+        try:
+            scheduled = base * float(factor)
+        except (TypeError, ValueError):
             raise TypeError(
                 f"`schedule` of knob {self.name!r} must return a number, got {factor!r} at step "
                 f"{step}."
-            )
-        scheduled = base * float(factor)
+            ) from None
         if not math.isfinite(scheduled):
             raise ValueError(
                 f"`schedule` of knob {self.name!r} must be finite, got {scheduled} at step {step}."
@@ -123,8 +124,6 @@ class Hands:
         _check_apart(handles)
         for handle in handles:
             handle.check()
-            for dial in handle.dials:
-                dial.is_read = False  # what was read before the run says nothing of it
 
     @property
     def _local(self) -> range:

@@ -151,11 +151,14 @@ class Knob(_Spec):
                 one.alone.fill_(centre)
 
         def read(target: int) -> list[float]:
-            seen = self.get()
-            if not isinstance(seen, (int, float, Tensor, list, tuple)):
-                raise TypeError(f"`get` of knob {self.name!r} must return a number, got {seen!r}.")
-            told = torch.as_tensor(seen, dtype=torch.float64).flatten().tolist()
-            return told * num if len(told) == 1 else told
+            told = self.get()
+            try:
+                seen = torch.as_tensor(told, dtype=torch.float64).flatten().tolist()
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(
+                    f"`get` of knob {self.name!r} must return a number, got {told!r}."
+                ) from None
+            return seen * num if len(seen) == 1 else seen
 
         start = read(0)[0]
         return [

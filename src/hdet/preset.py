@@ -13,6 +13,7 @@ from hdet.controller import Controller, PaperController
 from hdet.elastic import TorchftReplicas
 from hdet.guard import Guard
 from hdet.knobs import LearningRate
+from hdet.mesh import is_sharded
 from hdet.replicas import ProcessReplicas, Replicas
 from hdet.scout import Scout, check_room, coarse_steps
 from hdet.tracker import Tracker
@@ -119,15 +120,11 @@ def scout_problem(
         return "replicas that come and go cannot wait for each other's rounds"
     if replicas.size == 1:
         return "there is one replica (on one device, hdet.StackedReplicas makes several of it)"
-    problem = unfit_for_scouts(base, model)
+    problem = unfit_for_scouts(base, model, replicas, gradients)
     if problem is not None or model is None:
         return problem
-    wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    in_processes = isinstance(replicas, ProcessReplicas)
-    if gradients == "shared" and in_processes and not wrapped:
-        return "it cannot tell what shares the gradients of a model outside DDP"
-    if in_processes and any(module.static_graph for module in wrapped):
-        return "gradients cannot be local under DDP(static_graph=True)"
+    if gradients == "shared" and isinstance(replicas, ProcessReplicas) and not _wrapped(model):
+        return "under FSDP2 it waits to be asked for: `scout=hdet.Scout()`"
     share = base.mean_share(total_steps)
     if share is not None and share < LEAST_SHARE:
         return (
@@ -153,7 +150,9 @@ def _too_short(scout: Scout, total_steps: int | None, size: int, probes: bool) -
     return None
 
 
-def unfit_for_scouts(base: Base, model: nn.Module | None) -> str | None:
+def unfit_for_scouts(
+    base: Base, model: nn.Module | None, replicas: Replicas, gradients: str
+) -> str | None:
     """What no scout can work with, asked for or not."""
     if model is None:
         return "`scout` needs `model=`, got None"
@@ -161,4 +160,17 @@ def unfit_for_scouts(base: Base, model: nn.Module | None) -> str | None:
         return "a scout cannot be used with SyncBatchNorm, which mixes what replicas compute"
     if base.wants_metric:
         return "a scout cannot be used under ReduceLROnPlateau"
+    if not isinstance(replicas, ProcessReplicas) or replicas.size == 1:
+        return None
+    if any(module.static_graph for module in _wrapped(model)):
+        return "gradients cannot be local under DDP(static_graph=True)"
+    if gradients == "shared" and not (_wrapped(model) or is_sharded(model)):
+        return (
+            "`scout` must know what shares the gradients, got a model outside DDP and FSDP2: give "
+            "the wrapped one, or `gradients='local'`"
+        )
     return None
+
+
+def _wrapped(model: nn.Module) -> list[DistributedDataParallel]:
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]

@@ -4,6 +4,7 @@ Losses on private batches differ by more than what the knobs do to them, and a t
 prefers less dropout. Scores on shared held-out batches have neither fault.
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -270,6 +271,9 @@ class Seen:
 
     def __len__(self) -> int:
         return len(self._module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Seen":
+        return Seen(copy.deepcopy(self._module, memo), self._notes)
 
     def _shown(self, value: Any) -> Any:
         if isinstance(value, nn.Module):

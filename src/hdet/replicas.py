@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -443,7 +442,7 @@ class ProcessReplicas(Wired):
                 )
 
 
-_WATCHES: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+_WATCHES: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 """What looks at a DDP module before its forwards: one hook, whoever has put it there."""
 
 

@@ -78,7 +78,7 @@ class Scouting:
     def fit_to_scout(self, scout: Scout) -> tuple[nn.Module, int | None]:
         """The model and the steps that are left, if a scout can be made in mid-run."""
         run = self._run
-        problem = unfit_for_scouts(run.base, run.model)
+        problem = unfit_for_scouts(run.base, run.model, run.replicas, run.settings.gradients)
         if run.takes_over is not None:
             problem = (
                 "`scout_again()` is for hdet.HDET: the paper's controller has its own schedule"

@@ -100,13 +100,13 @@ def struck(fates: Sequence[Fate], num_steps: int, factors: Sequence[float]) -> l
     """
     firsts = [fate.first for fate in fates if math.isfinite(fate.first)]
     # All stand at the same place there: how far their losses differ is what batches do.
-    at_first = 2 * max(firsts) - min(firsts) if firsts else -math.inf
+    limit = 2 * max(firsts) - min(firsts) if firsts else -math.inf
     pairs = list(zip(factors, fates, strict=True))
     survived = max((factor for factor, fate in pairs if fate.num > 1), default=0.0)
     return [
         fate.num < num_steps
         and (fate.num != 1 or factor < survived)
-        and (fate.num == 0 or fate.last <= at_first)
+        and (fate.num == 0 or fate.last <= limit)
         for factor, fate in pairs
     ]
 
@@ -231,18 +231,14 @@ def explosion(points: Sequence[Point], reference: float, gain: float) -> float |
     twice as high. What is merely worse than before may pay in a longer run; this does not. It is
     beyond doubt, or everything above it explodes as well; else nobody knows.
     """
-    sound, broken = _sound(sorted(points))
-    if not sound:
-        return broken
+    sound, _ = _sound(sorted(points))
     level = reference + _blast(reference, gain)
-    if level == math.inf:
-        return None  # nobody knows what twice as high would be, and what is broken lies far above
     exploded = [_score(point) >= level for point in sound]
     # What is lost by overflow alone may lie thousands of times too high: an error rate is never
     # twice as high. And where the lowest explodes, the loss grows by design.
-    if exploded[0] or not any(exploded):
+    if not any(exploded) or exploded[0]:
         return None
-    place = exploded.index(True, 1)
+    place = exploded.index(True)
     point, excuse = sound[place], _excuse(sound, reference)
     # Where a loss begins near zero, twice of it may be nothing but hard batches.
     is_sure = _score(point) - reference > FAINT * min(point.error, excuse)
@@ -389,4 +385,5 @@ def _line(sound: Sequence[Point], reference: float, within: float = 0.0) -> floa
     best = min(sound, key=_score)
     lowest = _score(best)
     gain = reference - lowest
+    # However noisy the best is: what has gained next to nothing is not as good.
     return lowest + max(NEARLY * gain, min(within * best.error, gain / 4))
