@@ -2,6 +2,7 @@
 
     python -m benchmarks.cost [--quick] [--data FOLDER] [--out FILE]      stacked replicas
     python -m benchmarks.cost --processes [--data FOLDER] [--out FILE]    DDP; into the same file
+    python -m benchmarks.cost --launches [--data FOLDER] [--out FILE]     counted; likewise
 
 The language model of the settling benchmark on stacked replicas, the same in a run of 10 000 steps
 (`long`), and one of the size of GPT-2 small (`large`), by the library itself: with a plain
@@ -15,6 +16,10 @@ compared with those of the plain run beside them, and the one in the middle coun
 of the machine does not. `twin` is a second plain run: what it seems to cost is the error of all of
 this. With --processes a smaller model is trained by two gloo processes under DDP, whose replicas
 step no slower in a scout than outside.
+
+Small models wait for the host, and what that does is counted with --launches: the operations that
+torch is asked for, but for views and memory. On any device they are the same, and they are no
+times: one that works on all tensors at once counts as one.
 """
 
 import argparse
@@ -34,6 +39,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
 from benchmarks import confirm, methods, tasks
@@ -52,9 +58,11 @@ UNDER_DDP = Plan("AdamW", 1500, 16, 2e-3, Size(256, 64, 4, 4, 192))
 class Timed:
     """One run by the library, in pieces, with the time of every piece."""
 
-    def __init__(self, task: Task, plan: Plan, how: dict[str, Any]) -> None:
+    def __init__(
+        self, task: Task, plan: Plan, how: dict[str, Any], *, fused: bool | None = None
+    ) -> None:
         self._task, self._batch = task, task.batches([0])
-        net, fused = task.model(0), torch.cuda.is_available()
+        net, fused = task.model(0), torch.cuda.is_available() if fused is None else fused
         own = torch.optim.AdamW(net.parameters(), plan.middle, weight_decay=0.01, fused=fused)
         self._optimizer: torch.optim.Optimizer = own
         self._losses: Callable[[Tensor], Tensor]
@@ -80,12 +88,12 @@ class Timed:
 
     def scout(self) -> float:
         """Until it is over; the seconds it took."""
+        return seconds(self.come_back)
 
-        def steps() -> None:
-            while self._scheduler.is_scouting:
-                self._one_step()
-
-        return seconds(steps)
+    def come_back(self) -> None:
+        """From its scout."""
+        while self._scheduler.is_scouting:
+            self._one_step()
 
     def advance(self) -> float:
         """One step; the seconds it took."""
@@ -115,14 +123,60 @@ def seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
+class Launches(TorchDispatchMode):
+    """Counts what torch is asked to compute, while it is entered."""
+
+    IDLE = ("empty", "detach", "_unsafe_view", "lift_fresh", "profiler")
+    """What computes nothing, beside views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not (call.is_view or any(name in str(call) for name in self.IDLE))
+        return call(*args, **(kwargs or {}))
+
+
+def launched(call: Callable[[], object]) -> int:
+    with Launches() as count:
+        call()
+    return count.num
+
+
+def counted(task: Task, plan: Plan) -> dict[str, float]:
+    """The same as `measured`, in launches: of a scout, and of a cycle after it."""
+
+    def cycle(run: Timed) -> int:
+        while run.steps % methods.SYNC_EVERY:
+            run.advance()
+        return sum(launched(run.advance) for _ in range(methods.SYNC_EVERY))
+
+    numbers: dict[str, float] = {}
+    cycles = plan.steps / methods.SYNC_EVERY
+    for name, how in _kinds(task).items():
+        run = Timed(task, plan, how, fused=True)
+        scout, steps = launched(run.come_back), run.steps
+        if name == "plain":
+            run.advance()  # whose first step makes its optimizer's state
+        own = cycle(run)
+        if name == "plain":
+            plain = own
+            numbers["plain_step"] = own / methods.SYNC_EVERY
+            continue
+        whole = scout + (plan.steps - steps) / methods.SYNC_EVERY * own
+        numbers[f"{name}_scout_pct"] = 100 * scout / whole
+        numbers[f"{name}_rest_pct"] = 100 * (own - plain) * cycles / whole
+    return numbers
+
+
+def _kinds(task: Task) -> dict[str, dict[str, Any]]:
     guarded = {"scout": hdet.Scout(), "guard": hdet.Guard()}
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "twin": {},
-        "losses": guarded,
-        "probe": {**guarded, "probe": task.probe},
-    }
+    return {"plain": {}, "losses": guarded, "probe": {**guarded, "probe": task.probe}}
+
+
+def measured(task: Task, plan: Plan, rounds: int) -> dict[str, float]:
+    kinds = {**_kinds(task), "twin": {}}
     for how in kinds.values():
         begun = Timed(task, plan, how)
         begun.scout()
@@ -169,6 +223,13 @@ def stacked(plans: dict[str, tuple[Plan, int]], data: Path | None) -> dict[str, 
     return {"headline": numbers, "settings": settings}
 
 
+def in_launches(plan: Plan, data: Path | None) -> dict[str, Any]:
+    """Of the language model: neither its width nor its batch makes a difference."""
+    small = plan._replace(size=plan.size._replace(context=16, width=48))
+    task = tasks.language(small, data, torch.device("cpu"))
+    return {"numbers": counted(task, small), "settings": {"plan": list(small)}}
+
+
 def under_ddp(data: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         spawn(_work, (folder, data), PROCESSES)
@@ -193,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, a short run")
     parser.add_argument("--processes", action="store_true", help="two of them, instead of stacked")
+    parser.add_argument("--launches", action="store_true", help="counted, instead of timed")
     parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -201,6 +263,8 @@ def main() -> None:
     told = json.loads(out.read_text()) if out.exists() else {}
     if options.processes:
         told["ddp"] = {**under_ddp(data), **made_with()}
+    elif options.launches:
+        told["launches"] = {**in_launches(entry.full, data), **made_with()}
     else:
         plans = {
             "": (entry.full, ROUNDS),
@@ -209,9 +273,12 @@ def main() -> None:
         }
         told |= stacked({"": (entry.quick, ROUNDS)} if options.quick else plans, data)
         told |= made_with()
-    others = {k: v for k, v in told.get("headline", {}).items() if not k.startswith("ddp_")}
-    ddp = told.get("ddp", {}).get("numbers", {})
-    told["headline"] = {**others, **{f"ddp_{name}": value for name, value in ddp.items()}}
+    parts = ("ddp", "launches")
+    known = told.get("headline", {}).items()
+    told["headline"] = {name: value for name, value in known if not name.startswith(parts)}
+    for part in parts:
+        numbers = told.get(part, {}).get("numbers", {})
+        told["headline"] |= {f"{part}_{name}": value for name, value in numbers.items()}
     out.write_text(json.dumps(plain_json(told), indent=1) + "\n")
     for name, value in told["headline"].items():
         print(f"{name}: {value:.3g}")

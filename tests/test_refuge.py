@@ -221,3 +221,18 @@ def test_a_replica_far_above_the_others_is_left_out_of_the_average(tmp_path: Pat
     weights = [nn.utils.parameters_to_vector(module.parameters()) for module in run.modules()]
     assert all(torch.equal(each, weights[0]) for each in weights)
     assert float(weights[0].detach().abs().max()) < 10
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
+    """Weights and buffers, not what their optimizers know; under `overlap` they do not agree."""
+    run = Run("stacked", guard=hdet.Guard(offload=offload), gradients="local").go(5 * T)
+    kept = run.scheduler._run.refuge._kept  # type: ignore[union-attr]
+    assert kept is not None
+    assert (len(kept.weights), len(kept.buffers), len(kept.states)) == (1, 1, N)
+    before = [tensor.clone() for tensor in run.state()]
+    run.go(T, {5 * T: math.inf})
+    for now, then in zip(run.state(), before, strict=True):
+        assert torch.equal(now, then)
+    late = Run("stacked", overlap=2).go(5 * T).scheduler._run.refuge
+    assert len(late._kept.weights) == N  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import hdet
 from hdet.clock import Clock
 from hdet.growth import FAR, FAR_SGD, Agreement, Tried, grown, longer
-from hdet.scout import FINE_STEPS, SHORT, TOO_LOW, Grid, Lost, Search
+from hdet.scout import FINE_STEPS, NO_TIME, SHORT, TOO_LOW, TOO_SHORT, Grid, Lost, Search
 from hdet.verdict import Point, Verdict, explosion, judge, points_of, refine
 
 BEST = 0.01
@@ -58,6 +58,48 @@ def test_from_any_start_it_finds_the_same(off: float, num_replicas: int) -> None
     found = search(BEST * off, num_replicas=num_replicas, total_steps=100_000, outset=5.0)
     assert found.found is not None
     assert BEST / 2 < found.found * BEST * off < BEST * 2
+
+
+@pytest.mark.parametrize("off", [1 / 120, 1 / 100, 100])
+@pytest.mark.parametrize(("num_replicas", "total_steps"), [(2, 1000), (3, 800), (4, 500)])
+def test_few_replicas_look_further_as_far_as_there_is_time(
+    num_replicas: int, total_steps: int, off: float
+) -> None:
+    """Where a second sweep does not fit, a part of it does."""
+    found = search(BEST * off, num_replicas=num_replicas, total_steps=total_steps, outset=5.0)
+    assert found.found is not None
+    assert NO_TIME not in found.reason
+    assert BEST / 2 < found.found * BEST * off < BEST * 2
+    assert found.used <= 0.03 * total_steps
+
+
+def test_a_part_of_a_sweep_goes_on_after_a_resume() -> None:
+    scout = hdet.Scout()
+    one = Search(scout, num_replicas=2, total_steps=1000)
+    seen: list[float] = []
+    while not one.is_over:
+        told = json.loads(json.dumps(one.state_dict()))
+        one = Search(scout, num_replicas=2, total_steps=1000)
+        one.load_state_dict(told)
+        seen += one.factors
+        points = [Point(factor, curve(BEST / 300 * factor)) for factor in one.factors]
+        one.tell(points, None, 5.0)
+    whole = search(BEST / 300, num_replicas=2, total_steps=1000, outset=5.0)
+    assert one.found == whole.found
+    assert len(set(seen)) == len(seen) - 2  # two of the first sweep are tried again
+
+
+@pytest.mark.parametrize(("total_steps", "is_hasty"), [(300, True), (1500, False)])
+def test_what_so_few_steps_choose_stays_away_from_an_explosion(
+    total_steps: int, is_hasty: bool
+) -> None:
+    """The best of five steps is many times more than a run can bear."""
+    found = search(BEST, lambda lr: curve(lr / 20), total_steps=total_steps, outset=5.0)
+    assert found.explosion is not None
+    begin = found.begin_with(peak=2.0)
+    assert (begin.why == TOO_SHORT) == is_hasty
+    assert (begin.factor > found.explosion / 30 * 1.001) != is_hasty
+    assert begin.factor > found.explosion / 46
 
 
 @given(st.floats(0.01, 100), st.floats(-50, 50))
@@ -700,7 +742,7 @@ def test_with_another_number_of_replicas_it_begins_again_within_what_is_left() -
 
 def test_a_range_is_tried_in_as_many_rounds_as_it_takes() -> None:
     grid = Grid(4.0, 3)
-    places = [grid.places(5, number) for number in range(grid.num_rounds)]
+    places = [grid.places(5, number, grid.num_rounds) for number in range(grid.num_rounds)]
     assert sorted(place for one in places for place in one) == list(range(5, 5 + grid.num))
     assert all(len(one) == 3 for one in places)
 

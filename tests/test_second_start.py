@@ -1,5 +1,6 @@
 """A run that is stuck from its beginning starts again with another learning rate."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -301,3 +302,112 @@ def test_one_replica_says_that_it_cannot() -> None:
 def test_bad_input_is_refused(scout: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="scout"):
         Run("stacked", scout=scout)
+
+
+# A change of the data -----------------------------------------------------------------------------
+
+CHANGE, LONG = 30 * SYNC, 80 * SYNC
+
+
+class Changed(Run):
+    """From some step on losses are `worth` times as high, and `more` besides: whatever was a good
+    learning rate is so many times too high."""
+
+    def __init__(
+        self,
+        engine: str,
+        rank: int = 0,
+        worth: float = 1000.0,
+        more: float = 0.0,
+        at: int = CHANGE,
+        **options: Any,
+    ) -> None:
+        self._now, self._then, self._at = (1.0, 0.0), (worth, more), at
+        super().__init__(engine, rank, GOOD, LONG, probe=self._score, **options)
+
+    def _score(self, model: Any) -> Tensor:
+        worth, more = self._now
+        return worth * score(model) + more
+
+    def backward(self, step: int) -> Tensor:
+        self._now = worth, more = self._then if step >= self._at else (1.0, 0.0)
+        losses = super().backward(step)
+        for module in self.modules():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= worth
+        return worth * losses + more
+
+    def until_it_looks(self) -> "Changed":
+        self.go(CHANGE)
+        while not self.scheduler.is_scouting:
+            self.step()
+        return self
+
+
+def looks(folder: Path) -> list[float]:
+    """What the scouts after the change have come to."""
+    told = [line for line in lines(folder, "scout") if line["step"] > CHANGE]
+    return [line["factor"] for line in told if line["factor"] is not None]
+
+
+def test_a_learning_rate_that_new_data_makes_hopeless_is_found_anew(tmp_path: Path) -> None:
+    run = Changed("stacked", record=tmp_path).until_it_looks()
+    believed = lines(tmp_path, "guard")[-1]
+    assert "raised again" in believed["reason"]
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
+    run.go(LONG - run.scheduler.last_epoch)
+    (found,) = looks(tmp_path)
+    assert 1e-4 < found < 0.03
+    assert lines(tmp_path, "guard")[-1] == believed  # nothing spikes any more
+    assert run.loss() < 0.01
+
+
+def test_one_that_new_data_leaves_as_good_is_kept(tmp_path: Path) -> None:
+    run = Changed("stacked", worth=1.0, more=6.0, record=tmp_path).go(LONG)
+    assert looks(tmp_path) == [1.0]
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
+    assert run.loss() < 0.01
+
+
+def ended_after_a_change(rank: int, engine: str) -> Tensor:
+    return Changed(engine, rank).go(LONG).weights()
+
+
+def test_new_data_is_the_same_to_processes(processes: Processes) -> None:
+    alone = ended_after_a_change(0, "stacked")
+    for answer in processes(N, ended_after_a_change, "processes"):
+        torch.testing.assert_close(answer, alone, rtol=1e-6, atol=1e-8)
+
+
+def test_a_look_at_new_data_can_be_resumed() -> None:
+    first = Changed("stacked").until_it_looks().go(3)
+    first.scheduler.converge()
+    other = Changed("stacked")
+    other.modules()[0].load_state_dict(first.modules()[0].state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    other.scheduler.load_state_dict(first.scheduler.state_dict())
+    for run in (first, other):
+        run.go(LONG - run.scheduler.last_epoch)
+    assert other.weights().equal(first.weights())
+    assert other.scheduler.get_knobs()["lr/group0"] < 0.03
+
+
+def test_new_data_shortly_before_the_end_is_not_looked_at(tmp_path: Path) -> None:
+    """No steps are left for it; the guard goes on alone."""
+    late = LONG - 8 * SYNC
+    run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout="restart")
+    run.go(LONG)
+    assert lines(tmp_path, "guard")[-1]["factor"] == 32768.0
+    assert looks(tmp_path) == []
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
+
+
+def test_new_data_that_blows_up_every_learning_rate_does_not_end_the_run(tmp_path: Path) -> None:
+    run = Changed("stacked", worth=1.0, more=6.0, record=tmp_path).until_it_looks()
+    run._then = (1e20, 0.0)
+    with pytest.warns(UserWarning, match="after a change of the data every learning rate"):
+        while run.scheduler.is_scouting:
+            run.step()
+    assert math.isfinite(run.loss())
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}

@@ -583,6 +583,27 @@ def test_a_plain_schedule_sets_the_learning_rate_of_all_replicas() -> None:
     assert [each.param_groups[0]["weight_decay"] for each in other.each] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_local_gradients_lie_as_their_weights_do(memory_format: torch.memory_format) -> None:
+    """So that no optimizer has to lay them out again, one by one."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    ensemble = hdet.StackedReplicas(model, 2, mode="vmap")
+    ensemble.share_gradients(model, False)
+    x = torch.randn(6, 2, 4, 4)
+    ensemble.losses(lambda model, x: model(x).square().mean(), x).sum().backward()
+    for module, part in zip(ensemble.modules(None), x.chunk(2), strict=True):
+        found = {name: p.grad for name, p in module.named_parameters()}
+        module.zero_grad()
+        module(part).square().mean().backward()
+        for name, parameter in module.named_parameters():
+            mine, gradient = found[name], parameter.grad
+            assert mine is not None
+            assert gradient is not None
+            assert mine.stride() == parameter.stride()
+            torch.testing.assert_close(mine, gradient)
+
+
 def test_with_local_gradients_clearing_the_models_clears_all() -> None:
     model = nn.Linear(2, 2)
     ensemble = StackedReplicas(model, 2)

@@ -40,7 +40,8 @@ class CycleEnd:
             run.hands.check_read(unread, run.step)
         if self._goes_back(call):
             return
-        verdict, num_bytes = self._converge(call)
+        sees_new_data = run.refuge is not None and run.refuge.watch.sees_new_data
+        verdict, num_bytes = self._converge(call, waits=sees_new_data)
         stopwatch.mark()
         line = {
             **converge_line(run.step, verdict, num_bytes),
@@ -56,6 +57,8 @@ class CycleEnd:
         run.write_record(line, {"converge": stopwatch, **watches}, wait=run.is_over())
         if relief != 1.0:
             run.write_record(guard_line(run.step, RELIEF, run.step, relief))
+        if sees_new_data:
+            self._scouting.look_again()
 
     def note_first_loss(self, call: RollCall) -> None:
         """That of a run's first step, once: whoever watches it compares the first cycle with it."""

@@ -44,7 +44,7 @@ class OwnGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
-        ctx.num = num
+        ctx.num, ctx.strides = num, [stack.stride() for stack in tensors[:num]]
         ctx.set_materialize_grads(False)
         return tuple(stack.view_as(stack) for stack in tensors[:num])
 
@@ -52,10 +52,19 @@ class OwnGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
         nothing = (None,) * num_replicas
-        # One number for all replicas (an expanded gradient) would be one memory for all of them.
-        own = [g if g is None or g.stride(0) else g.contiguous() for g in gradients]
+        own = [_laid_out(*pair) for pair in zip(gradients, ctx.strides, strict=True)]
         columns = [nothing if g is None else g.unbind() for g in own]
         return None, *([None] * ctx.num), *chain.from_iterable(zip(*columns, strict=True))
+
+
+def _laid_out(gradient: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
+    """As the weights lie in memory, all replicas at once: torch would copy theirs one by one. And
+    one number for all of them (an expanded gradient) would be one memory for all."""
+    if gradient is None or gradient.stride() == strides:
+        return gradient
+    return torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
 
 
 def mean_gradients(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:

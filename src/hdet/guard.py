@@ -126,6 +126,8 @@ class Watch:
         """What it may be raised by again, if nothing spikes."""
         self.relief = 1.0
         """What the scale is multiplied by after a cycle that was called good."""
+        self.sees_new_data = False
+        """Whether that cycle was called good because the data has changed."""
 
     def begin(self, loss: float | None, error: float = 0.0) -> None:
         """The loss before the first step: what a first cycle is compared with."""
@@ -137,7 +139,7 @@ class Watch:
 
         `error` is the standard error of its loss, if that is known.
         """
-        self.relief = 1.0
+        self.relief, self.sees_new_data = 1.0, False
         if loss is None:
             return None  # nothing was observed: nothing can be said
         reason = self._reason(loss, error)
@@ -149,7 +151,7 @@ class Watch:
             return told
         if reason is not None:  # a new level: what was good before is no measure any more
             self._good, self._debt = [], 1 / self._lowered
-            self.relief = self._debt
+            self.relief, self.sees_new_data = self._debt, True
         else:
             self._heal()
         self._debt /= self.relief

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hdet.body import PARTS, Agreed, Body
 from hdet.buckets import wire_dtype
+from hdet.bulk import copies, copy_all
 from hdet.codec import CODECS
 from hdet.fingerprint import fingerprint, fingerprints
 from hdet.flight import Flight
@@ -51,6 +52,9 @@ class Parameters:
         """What all agreed in then, and which parameters trained."""
         self._tail: list[Tensor] = []
         self._tail_steps = 0
+        self._moved: list[list[Tensor]] = []
+        self._detached: list[Tensor] = []
+        """What trains, as it was last looked for: kept, since there may be many."""
 
     @property
     def outer(self) -> Optimizer | None:
@@ -301,10 +305,10 @@ class Parameters:
         """A copy of the weights and buffers, and the way back to it."""
         self.refresh()
         own = [t.detach() for body in self._bodies for part in PARTS[:-1] for t in body.part(part)]
-        kept = [tensor.clone() for tensor in own]
+        kept = copies(own)
 
         def undo() -> None:
-            _copy_all(own, kept)
+            copy_all(own, kept)
 
         return undo
 
@@ -313,21 +317,21 @@ class Parameters:
         """The consensus inside, every replica's own tensors again after it."""
         divided = [body.divided(parts, agreed) for body in self._bodies]
         everything = [t.detach() for kinds in divided for tensors in kinds for t in tensors]
-        kept = [tensor.clone() for tensor in everything]
+        kept = copies(everything)
         try:
             self._average_(fit, parts, agreed)
             yield
         finally:
             self.refresh()
-            for tensor, own in zip(everything, kept, strict=True):
-                tensor.copy_(own)
+            copy_all(everything, kept)
 
     # Taken back ----------------------------------------------------------------------------------
 
-    def snapshot(self, *, offload: bool = False) -> Snapshot:
-        """Everything that training changes, of all local replicas, and the random states."""
+    def snapshot(self, *, offload: bool = False, alike: bool = False) -> Snapshot:
+        """Everything that training changes, of all local replicas, and the random states; of
+        replicas that are `alike` the weights of one."""
         self.refresh()
-        return take(self._bodies, self.outer, offload=offload)
+        return take(self._bodies, self.outer, offload=offload, alike=alike)
 
     def restore_(self, snapshot: Snapshot, *, draws: bool = True) -> None:
         self.refresh()
@@ -370,7 +374,7 @@ class Parameters:
         weights = self._weights()
         self._tail_steps += 1
         if self._tail_steps == 1 or len(weights) != len(self._tail):
-            self._tail, self._tail_steps = [weight.clone() for weight in weights], 1
+            self._tail, self._tail_steps = copies(weights), 1
         elif weights:
             torch._foreach_lerp_(self._tail, weights, 1 / self._tail_steps)
 
@@ -381,29 +385,31 @@ class Parameters:
     def at_tail(self) -> Iterator[None]:
         """Inside, the weights are their mean over the tail of the cycle, if there is one."""
         weights = self._weights() if self._tail else []
-        own = [weight.clone() for weight in weights]
-        _copy_all(weights, self._tail)
+        own = copies(weights)
+        copy_all(weights, self._tail if weights else [])
         try:
             yield
         finally:
             self.refresh()
-            _copy_all(weights, own)
+            copy_all(weights, own)
 
     def _weights(self) -> list[Tensor]:
-        """Those of all local replicas that train."""
-        for body in self._bodies:
-            body.refresh()
-        return [tensor.detach() for body in self._bodies for tensor in body.part("moving")]
+        """Those of all local replicas that train; the same list as long as they are the same."""
+        self.refresh()
+        rows = [body.part("moving") for body in self._bodies]
+        if [*map(id, rows)] != [*map(id, self._moved)]:
+            self._moved = rows
+            self._detached = [tensor.detach() for row in rows for tensor in row]
+        return self._detached
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Copies of them, in float32 at least; nothing where there is none."""
-    return [
-        torch.zeros_like(local(p), dtype=wire_dtype(p.dtype))
-        if p.grad is None
-        else local(p.grad).to_dense().detach().to(wire_dtype(p.grad.dtype), copy=True)
+    own = [
+        torch.zeros_like(local(p)) if p.grad is None else local(p.grad).to_dense().detach()
         for p in parameters
     ]
+    return copies(own, [wire_dtype(gradient.dtype) for gradient in own])
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
@@ -415,12 +421,6 @@ def _square(tensors: Sequence[Tensor]) -> Tensor:
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     norms = torch._foreach_norm(real, 2, dtype=exact)  # a few launches for all
     return torch.stack([norm.to(home) for norm in norms]).square().sum()
-
-
-@torch.no_grad()
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hdet.bulk import are_finite
 from hdet.dials import running
 from hdet.fingerprint import fingerprint
 from hdet.shards import local
@@ -169,7 +170,8 @@ def score_replicas(
     rows = []
     sound = [True] * len(modules)
     if fresh:  # all processes of a replica score it, or none does
-        finite = torch.stack([_is_finite(module)[None] for module in modules])
+        flags = [_is_finite(module)[None] for module in (modules[:1] if alike else modules)]
+        finite = torch.stack(flags * len(modules) if alike else flags)
         sound = pool(finite).flatten(1).all(1).tolist()
     with _same_draws(device, seed, cycle):
         batches = None
@@ -194,8 +196,7 @@ def score_replicas(
 
 def _is_finite(module: nn.Module) -> Tensor:
     """Whether all that this process has of its weights is; 1 or 0, on the device."""
-    flags = [local(p).detach().isfinite().all() for p in module.parameters()]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).all().double()
+    return are_finite([local(parameter) for parameter in module.parameters()]).double()
 
 
 def _lost_row(device: torch.device) -> Tensor:
@@ -219,13 +220,20 @@ def _flat(score: Any) -> Tensor:
 
 def _row(scores: Tensor, mode: str, seen: "Seen", device: torch.device) -> Tensor:
     if len(scores) > MOST_SCORES:
-        scores = torch.stack([chunk.mean() for chunk in scores.tensor_split(MOST_SCORES)])
+        scores = _in_parts(scores, MOST_SCORES)
     scores = scores.to(device) if mode == "min" else -scores.to(device)
     padding = scores.new_full((MOST_SCORES - len(scores),), math.nan)
     # A nan among the scores must not look like padding.
     scores = torch.where(scores.isnan(), math.inf, scores)
     words = torch.stack([seen.print >> 32, seen.print & 0xFFFFFFFF]).to(scores)
     return torch.cat([scores, padding, words])
+
+
+def _in_parts(scores: Tensor, num: int) -> Tensor:
+    """The means of so many parts, as equal as can be; the first ones are longer."""
+    length, longer = divmod(len(scores), num)
+    first, rest = scores.tensor_split([longer * (length + 1)])
+    return torch.cat([first.view(longer, length + 1).mean(1), rest.view(-1, length).mean(1)])
 
 
 class Notes:

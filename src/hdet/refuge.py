@@ -31,7 +31,10 @@ class Refuge:
         """All replicas stand at a good consensus."""
         self.close()
         self._kept = None  # before the new one is made: two would not fit
-        self.step, self._kept = step, self._parameters.snapshot(offload=self._guard.offload)
+        self.step = step
+        self._kept = self._parameters.snapshot(
+            offload=self._guard.offload, alike=not self._parameters.are_under_way
+        )
 
     def go_back(self) -> None:
         """To what was kept; the random numbers go on, so that nothing is repeated."""

@@ -37,10 +37,14 @@ BELOW, ABOVE = 8.0, 2.0
 FEWEST_STEPS = 4
 """Below so many a round tells nothing."""
 LIKELY = 1.5
-"""In units of what is needlessly low: what is tried closely lies around it at most."""
+"""In units of what is needlessly low: what is tried closely lies around it at most, ..."""
+HASTY = 6
+"""... and so does the choice if no round had so many steps: what gains most in five steps is many
+times more than a run can bear."""
 NOTHING_FOUND = "nothing was found"
 INTERRUPTED, NO_TIME = "interrupted", "there was no time to look further"
 TOO_LOW = "less is needlessly far below where scores explode"
+TOO_SHORT = "what was found in so few steps is too near to where scores explode"
 HOPELESS = 1 / 8
 """Where this share of a learning rate is still too high for a mean one, the schedule is lost."""
 MOST_SWEEPS = 4
@@ -108,9 +112,13 @@ class Grid(NamedTuple):
         """
         return float(10 ** (self.decades * (place / (self.num - 1) - 0.5)))
 
-    def places(self, first: int, number: int) -> tuple[int, ...]:
-        """Those of a round: as far from each other as can be."""
-        return tuple(range(first + number, first + self.num, self.num_rounds))
+    def places(self, first: int, number: int, rounds: int) -> tuple[int, ...]:
+        """Those of one of so many rounds: as far from each other as can be.
+
+        >>> Grid(4.0, 3).places(0, number=1, rounds=3), Grid(4.0, 3).places(7, 1, rounds=2)
+        ((1, 4, 7), (8, 10, 12))
+        """
+        return tuple(range(first + number, first + rounds * self.num_replicas, rounds))
 
 
 def coarse_steps(scout: Scout, total_steps: int | None, num_replicas: int) -> int:
@@ -194,6 +202,8 @@ class Search:
         self._budget = self._budget_of(scout, total_steps)
         self._seen: dict[int, Point] = {}
         self._first = self._round = 0
+        self._rounds = self._grid.num_rounds
+        """Of this sweep: one that goes further has fewer if there is no time for all."""
         self._shifts: list[int] = []
         self._looked_up = False
         """Whether it went up for nothing but to see where scores explode."""
@@ -244,7 +254,7 @@ class Search:
         return tuple(map(self._grid.factor, self._places()))
 
     def _places(self) -> tuple[int, ...]:
-        return self._grid.places(self._first, self._round)
+        return self._grid.places(self._first, self._round, self._rounds)
 
     @property
     def _window(self) -> Window:
@@ -286,7 +296,7 @@ class Search:
         self._round += 1
         if self._rough is not None and self._round == self._window.num_rounds:
             self._end(self._lengthened(refine(self._close, self._rough)))
-        elif self._rough is None and self._round == self._grid.num_rounds:
+        elif self._rough is None and self._round == self._rounds:
             self._decide(judge(self.points, self.outset))
 
     def interrupt(self, num_steps: int) -> None:
@@ -294,7 +304,7 @@ class Search:
         self.used += num_steps
         if self._rough is not None:
             self._look_closely_again(self._rough)
-        elif self.used + (self._grid.num_rounds - self._round) * self.num_steps > self._budget:
+        elif self.used + (self._rounds - self._round) * self.num_steps > self._budget:
             seen = judge(self.points, self.outset) if self._seen else None
             self._end(seen or Verdict(None, 0, "nothing was tried"), INTERRUPTED)
 
@@ -319,7 +329,7 @@ class Search:
         if verdict.shift == 0:
             if self._should_look_up(verdict):
                 self._looked_up = True
-                self._move(+1)
+                self._move(+1, self._grid.num_rounds)
             else:
                 self._look_closely(verdict)
             return
@@ -337,11 +347,12 @@ class Search:
         must = verdict.edge is not None and verdict.factor is None and verdict.reason != NOTHING
         # What led the other way may have been chance, if what is there is nothing but chance.
         turns = -verdict.shift in self._shifts and verdict.reason != NOISE
-        if not must and (not self._has_room() or turns):
+        rounds = self._grid.num_rounds if must else self._room()
+        if rounds * self._num_replicas <= self._again or (turns and not must):
             self._end(verdict, NO_TIME)
             return
         self._shifts.append(verdict.shift)
-        self._move(verdict.shift)
+        self._move(verdict.shift, rounds)
 
     def _is_hopeless(self, verdict: Verdict) -> bool:
         """Whether the given learning rate is far too high, whatever the schedule's peak may be."""
@@ -351,12 +362,16 @@ class Search:
         seen = math.inf if best is None else self._grown(best)
         return min(seen, most(self._optimizer, self._explosion(verdict))) < HOPELESS
 
-    def _move(self, way: int) -> None:
-        # Two neighbours are tried again, with other batches: the curve goes on from there.
-        again = min(self._grid.num - 1, 2)
+    @property
+    def _again(self) -> int:
+        """So many neighbours are tried again, with other batches: the curve goes on from there."""
+        return min(self._grid.num - 1, 2)
+
+    def _move(self, way: int, rounds: int) -> None:
         low, high = min(self._seen), max(self._seen)
-        self._first = high - again + 1 if way > 0 else low + again - self._grid.num
-        self._round = 0
+        further = low + self._again - rounds * self._num_replicas
+        self._first = high - self._again + 1 if way > 0 else further
+        self._round, self._rounds = 0, rounds
 
     def _explosion(self, verdict: Verdict) -> float | None:
         """Where scores explode; nobody knows where there is nothing to measure them by."""
@@ -383,8 +398,9 @@ class Search:
         If what is left of the budget allows rounds that are no shorter than those before.
         """
         exploded = self._explosion(verdict)
-        likely = LIKELY * least("auto", self._optimizer, exploded)
-        self._centre = min((centre for centre in (verdict.factor, likely) if centre), default=None)
+        likely = self._likely(exploded)
+        centres = [centre for centre in (verdict.factor, likely) if centre and centre < math.inf]
+        self._centre = min(centres, default=None)
         self._coarse = self.used
         # Where scores explode may tell more than what is gained.
         is_needless = verdict.factor and self._floor(exploded) > self._grown(verdict.factor)
@@ -414,9 +430,11 @@ class Search:
         self.explosion = self._explosion(self._rough or verdict)
         self.reason = ", ".join(filter(None, [verdict.reason, but]))
 
-    def _has_room(self) -> bool:
-        sweep = self._grid.num_rounds * self._coarse_steps
-        return len(self._shifts) < MOST_SWEEPS - 1 and self.used + sweep <= self._budget
+    def _room(self) -> int:
+        """For so many rounds of one sweep more."""
+        if len(self._shifts) >= MOST_SWEEPS - 1:
+            return 0
+        return min(int(self._budget - self.used) // self._coarse_steps, self._grid.num_rounds)
 
     @property
     def noise(self) -> float | None:
@@ -430,6 +448,17 @@ class Search:
         """For the batch of all replicas."""
         growth = grown(self._rule, self._optimizer, self._num_replicas, self.noise)
         return 0.0 if factor is None else factor * growth
+
+    def _likely(self, explosion: float | None) -> float:
+        """What may be right for the batch of all replicas, by where scores explode; infinite if
+        nobody knows."""
+        return LIKELY * least("auto", self._optimizer, explosion) or math.inf
+
+    def _is_hasty(self) -> bool:
+        """Whether rounds were so short that they choose far too high, and none was long enough to
+        say by how much."""
+        close = self._fine_steps() if self._close else 0
+        return max(close, self._coarse_steps) < HASTY
 
     def _floor(self, explosion: float | None) -> float:
         return least(self._rule, self._optimizer, explosion)
@@ -446,10 +475,15 @@ class Search:
         if self.found is None:
             kept = Beginning(away_from(lost, 1.0), NOTHING_FOUND)
             return Beginning(lowest, TOO_LOW) if lowest else kept
-        wanted = self._grown(self.found) * peak
+        chosen = Beginning(
+            self._grown(self.found) * peak,
+            "what was found, for the batch of all replicas and the schedule",
+        )
+        likely = self._likely(self.explosion) * peak
+        if self._is_hasty() and chosen.factor > likely:
+            chosen = Beginning(likely, TOO_SHORT)
         highest = self.points[-1].factor if lost is None else lost / 2
-        chosen = Beginning(wanted, "what was found, for the batch of all replicas and the schedule")
-        if wanted > highest:
+        if chosen.factor > highest:
             chosen = Beginning(max(highest, self.found), "more was lost, or not tried")
         return max(chosen, Beginning(lowest, TOO_LOW), key=lambda begin: begin.factor)
 
@@ -459,6 +493,7 @@ class Search:
             "seen": [[place, *point] for place, point in self._seen.items()],
             "first": self._first,
             "round": self._round,
+            "rounds": self._rounds,
             "used": self.used,
             "shifts": list(self._shifts),
             "looked_up": self._looked_up,
@@ -477,6 +512,7 @@ class Search:
         if state["grid"] == list(self._grid):
             self._seen = {place: Point(*point) for place, *point in state["seen"]}
             self._first, self._round = state["first"], state["round"]
+            self._rounds = state.get("rounds", self._grid.num_rounds)
             self._shifts = list(state["shifts"])
             self._looked_up = state.get("looked_up", False)
             rough = state.get("rough")

@@ -18,6 +18,7 @@ from hdet.scout import (
     NO_TIME,
     NOTHING_FOUND,
     Beginning,
+    Lost,
     Scout,
     Search,
     check_room,
@@ -94,11 +95,25 @@ class Scouting:
         check_room(scout, num_replicas=run.replicas.size, total_steps=left)
         return run.model, left
 
-    def again(self, asked: Scout, model: nn.Module, left: int | None) -> None:
+    def again(
+        self, asked: Scout, model: nn.Module, left: int | None, *, brief: bool = False
+    ) -> None:
         """In mid-run, from the weights of now."""
         self.forget_first_weights()
         self._run.signal.set_out()
-        self._explore(asked, model, left, late=True)
+        self._explore(asked, model, left, late=True, brief=brief)
+
+    def look_again(self) -> None:
+        """The data has changed: with `scout="restart"`, whether the learning rate of now is
+        hopeless with it. A run that is nearly over has no time for that."""
+        scout = self._run.settings.scout
+        if scout is None or not scout.restart:
+            return
+        try:
+            model, left = self.fit_to_scout(scout)
+        except (RuntimeError, ValueError):
+            return
+        self.again(scout, model, left, brief=True)
 
     def interrupt(self, expedition: Expedition) -> None:
         """Everyone comes back in the middle of a round, as before a checkpoint."""
@@ -168,7 +183,7 @@ class Scouting:
                 self.interrupt(expedition)
                 return
             expedition.judge(points, call, self._score_outset(expedition, call))
-        except Exception:  # what there was before is not lost
+        except Exception as problem:  # what there was before is not lost
             run.parameters.restore_(expedition.camp)
             if self.second_start is not None and self.second_start.can_return:
                 run.count_from(self.second_start.return_())
@@ -176,7 +191,11 @@ class Scouting:
             run.begin_anew(cut_short=True)
             self._end_scout(expedition)
             run.write(everything=True)
-            raise
+            if not (isinstance(problem, Lost) and expedition.late and expedition.scout.restart):
+                raise
+            # Nobody has asked for this one, and the guard goes on.
+            run.warn_once("scout", f"after a change of the data {problem}")
+            return
         expedition.come_back()
         run.signal.set_out()
         run.begin_anew(cut_short=True)
@@ -249,13 +268,14 @@ class Scouting:
     def _begin_or_return(self, expedition: Expedition, begin: Beginning) -> Beginning:
         """Where the given learning rate is to be kept: only what is far from it is a reason not to;
         before anything has gone wrong, only what is far lower."""
-        if not expedition.scout.restart or expedition.late:
+        if not expedition.scout.restart:
             return begin
         second, stuck = self.second_start, expedition.stuck
         is_fault = is_far(begin.factor) and (stuck or begin.factor < 1)
         can_return = second is not None and second.can_return
         if (is_fault and begin.why != NOTHING_FOUND) or (stuck and not can_return):
-            self._run.seek_refuge()
+            if not expedition.late:  # in mid-run the guard knows what is good
+                self._run.seek_refuge()
             self.forget_first_weights()
             return begin
         if second is not None and can_return:

@@ -1,7 +1,7 @@
 """What a run can be taken back to: weights, buffers, optimizer state and random numbers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.body import Body
+from hdet.bulk import are_equal, copies, copy_all
 from hdet.shards import Layout, layout, local
 
 Tensors = dict[str, Tensor]
@@ -41,12 +42,10 @@ class Snapshot(NamedTuple):
     def has_the_weights_of(self, other: "Snapshot") -> bool:
         if [list(mine) for mine in self.weights] != [list(theirs) for theirs in other.weights]:
             return False
-        same = [
-            (tensor == theirs[name]).all()
+        return all(
+            are_equal(list(mine.values()), list(theirs.values()))
             for mine, theirs in zip(self.weights, other.weights, strict=True)
-            for name, tensor in mine.items()
-        ]
-        return bool(torch.stack([one.to(same[0].device) for one in same]).all()) if same else True
+        )
 
 
 class Away(NamedTuple):
@@ -67,24 +66,22 @@ class Away(NamedTuple):
 
 
 def take(
-    bodies: Sequence[Body], outer: Optimizer | None = None, *, offload: bool = False
+    bodies: Sequence[Body],
+    outer: Optimizer | None = None,
+    *,
+    offload: bool = False,
+    alike: bool = False,
 ) -> Snapshot:
-    """A copy of everything; with `offload` in the memory of the host."""
-
-    # Stacked replicas may share one state: then its copy is shared, too.
-    copies: dict[int, Any] = {}
-
-    def state(value: Any) -> Any:
-        if id(value) not in copies:
-            copies[id(value)] = _away(value) if offload else copy.deepcopy(value)
-        return copies[id(value)]
-
+    """A copy of everything; with `offload` in the memory of the host. Replicas that are `alike`
+    have the same weights and buffers, which are kept once."""
+    optimizers = [body.optimizer for body in bodies] + ([] if outer is None else [outer])
+    states = _copied([one.state for one in optimizers], offload=offload)
     return Snapshot(
-        *seen(bodies, offload=offload),
-        [{key: state(value) for key, value in body.optimizer.state.items()} for body in bodies],
+        *seen(bodies[:1] if alike else bodies, offload=offload),
+        states[: len(bodies)],
         [[_settings(group) for group in body.optimizer.param_groups] for body in bodies],
         _draws(next(iter(bodies[0].parameters().values())).device),
-        None if outer is None else {key: state(value) for key, value in outer.state.items()},
+        None if outer is None else states[-1],
     )
 
 
@@ -101,13 +98,10 @@ def restore(
     Learning rates are written by whoever steers. What was not there yet is left alone.
     """
     show(snapshot.seen, bodies)
-    copies: dict[int, Any] = {}
+    states = _copied([*snapshot.states, snapshot.outer or {}])
     for place, body in enumerate(bodies):
         body.optimizer.state.clear()
-        for key, value in snapshot.states[place].items():
-            if id(value) not in copies:
-                copies[id(value)] = _at_home(value)
-            body.optimizer.state[key] = copies[id(value)]
+        body.optimizer.state.update(states[place])
         for group, settings in zip(
             body.optimizer.param_groups, snapshot.settings[place], strict=True
         ):
@@ -118,7 +112,7 @@ def restore(
                     group[name] = copy.deepcopy(value)
     if outer is not None and snapshot.outer is not None:
         outer.state.clear()
-        outer.state.update({key: _at_home(value) for key, value in snapshot.outer.items()})
+        outer.state.update(states[-1])
     if draws:
         for device, state in snapshot.draws.items():
             if device == "cpu":
@@ -132,33 +126,53 @@ def seen(bodies: Sequence[Body], *, offload: bool = False) -> Seen:
 
     def kept(named: Tensors) -> Tensors:
         once = {name: tensor.detach() for name, tensor in _once(named).items()}
-        return {n: t.to("cpu", copy=True) if offload else t.clone() for n, t in once.items()}
+        if offload:
+            return {name: tensor.to("cpu", copy=True) for name, tensor in once.items()}
+        return dict(zip(once, copies(list(once.values())), strict=True))
 
     return Seen([kept(body.shards()) for body in bodies], [kept(b.buffers()) for b in bodies])
 
 
 @torch.no_grad()
 def show(what: Seen, bodies: Sequence[Body]) -> None:
-    """The weights and buffers that were kept; optimizers know nothing of it."""
-    for weights, buffers, body in zip(what.weights, what.buffers, bodies, strict=True):
+    """The weights and buffers that were kept, once for all or one for each; optimizers know nothing
+    of it."""
+    times = len(bodies) // len(what.weights)
+    rows = zip(what.weights * times, what.buffers * times, bodies, strict=True)
+    for weights, buffers, body in rows:
         for kept, named in ((weights, body.shards()), (buffers, body.buffers())):
-            pairs = [(named[n].detach(), t) for n, t in kept.items() if n in named]
-            if pairs:
-                torch._foreach_copy_([own for own, _ in pairs], [t for _, t in pairs])
+            known = [name for name in kept if name in named]
+            copy_all([named[n].detach() for n in known], [kept[n] for n in known])
 
 
-def _away(value: Any) -> Any:
-    """A state in the memory of the host."""
-    if not isinstance(value, dict):
-        return copy.deepcopy(value)
-    return {k: Away.of(v) if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in value.items()}
+def _copied(states: Sequence[Mapping[Any, Any]], *, offload: bool = False) -> list[dict[Any, Any]]:
+    """What optimizers keep; with `offload` in the memory of the host, else on its device, also if
+    it was away. Stacked replicas may share one state: then its copy is shared, too."""
+    found = [t for state in states for value in state.values() for t in _tensors(value)]
+    alike: dict[int, Any] = {}
+    if not offload:
+        alike.update(zip(map(id, found), copies(found), strict=True))
+
+    def moved(entry: Any) -> Any:
+        if isinstance(entry, Away):
+            return entry.come_home()
+        if offload and isinstance(entry, Tensor):
+            return Away.of(entry)
+        return copy.deepcopy(entry, alike)
+
+    def copied(value: Any) -> Any:
+        if id(value) not in alike:
+            is_dict = isinstance(value, dict)
+            made = {k: moved(v) for k, v in value.items()} if is_dict else moved(value)
+            alike[id(value)] = made
+        return alike[id(value)]
+
+    return [{key: copied(value) for key, value in state.items()} for state in states]
 
 
-def _at_home(value: Any) -> Any:
-    """A state as an optimizer keeps it."""
-    if not isinstance(value, dict) or not any(isinstance(v, Away) for v in value.values()):
-        return copy.deepcopy(value)
-    return {k: v.come_home() if isinstance(v, Away) else copy.deepcopy(v) for k, v in value.items()}
+def _tensors(value: Any) -> list[Tensor]:
+    """The plain ones among the entries of a state: those that can be copied in bulk."""
+    return [t for t in value.values() if type(t) is Tensor] if isinstance(value, dict) else []
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from hdet.body import check_initialised
+from hdet.bulk import largest, together
 from hdet.dials import remember_copies, sharing_dials
 from hdet.forward import Forward, LossFunction
 from hdet.stacked_optimizer import StackedOptimizer, like
@@ -168,10 +169,7 @@ class StackedReplicas:
         flat = [tensor.detach() for row in rows for tensor in row]
         if not flat:
             return torch.ones(self.size, dtype=torch.bool)
-        norms = list(torch._foreach_norm(flat, float("inf")))
-        if len({norm.dtype for norm in norms}) > 1:
-            norms = [norm.double() for norm in norms]
-        return torch.stack(norms).view(self.size, -1).isfinite().all(1)
+        return together(largest(flat)).view(self.size, -1).isfinite().all(1)
 
     @torch.no_grad()
     def average_(

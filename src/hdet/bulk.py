@@ -1,0 +1,75 @@
+"""Many tensors in a few launches: one for each would hold up a device that is done sooner."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
+    """One of each, with the strides of a dense one; in other dtypes if these are given.
+
+    >>> one, other = copies([torch.ones(2), torch.arange(3)])
+    >>> one, other
+    (tensor([1., 1.]), tensor([0, 1, 2]))
+    """
+    wanted = dtypes or [tensor.dtype for tensor in tensors]
+    made = [torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, wanted, strict=True)]
+    copy_all(made, tensors)
+    return made
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Each into its own; those of a kind at once, since torch takes mixed ones one by one."""
+    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        mine, theirs = kinds.setdefault((source.device, source.dtype), ([], []))
+        mine.append(target)
+        theirs.append(source)
+    for mine, theirs in kinds.values():
+        torch._foreach_copy_(mine, theirs)
+
+
+def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each, one number; not finite if one of its elements is not."""
+    return list(torch._foreach_norm(list(tensors), float("inf"))) if tensors else []
+
+
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all elements of all of them are, on the device of the first.
+
+    >>> are_finite([torch.ones(2), torch.tensor([1.0, float("nan")])]), are_finite([torch.ones(2)])
+    (tensor(False), tensor(True))
+    """
+    found = largest([t.detach() for t in tensors if t.numel() and _has_fractions(t)])
+    if not found:
+        return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
+    return together(found).isfinite().all()
+
+
+@torch.no_grad()
+def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether each has the elements of its other; those that are not finite equal none.
+
+    >>> are_equal([torch.ones(2), torch.arange(3)], [torch.ones(2), torch.arange(3)])
+    True
+    """
+    pairs = list(zip(ones, others, strict=True))
+    some = [pair for pair in pairs if _has_fractions(pair[0]) and pair[0].numel()]
+    rest = [pair for pair in pairs if not _has_fractions(pair[0])]
+    apart = largest(torch._foreach_sub(*map(list, zip(*some, strict=True)))) if some else []
+    is_apart = bool((together(apart) != 0).any()) if apart else False
+    return not is_apart and all(torch.equal(one, other) for one, other in rest)
+
+
+def together(numbers: list[Tensor]) -> Tensor:
+    """Single numbers as one tensor, in float64 where they differ in kind."""
+    if len({(number.device, number.dtype) for number in numbers}) > 1:
+        numbers = [number.to(numbers[0].device, torch.float64) for number in numbers]
+    return torch.stack(numbers)
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
