@@ -286,6 +286,35 @@ def test_the_mean_of_a_schedule_is_what_was_found_also_above_what_was_given() ->
     assert mean_after_a_scout(7.0) == pytest.approx(mean_after_a_scout(0.0), rel=0.05)
 
 
+@pytest.mark.parametrize("rise", [1.0, 200.0])
+def test_a_schedule_that_rises_stays_below_half_of_what_was_lost(
+    rise: float, tmp_path: Path
+) -> None:
+    """Not what was given counts, but what a schedule makes of it at its highest."""
+    model = net()
+    run = SmallRun(
+        "stacked",
+        0,
+        N,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: LambdaLR(optimizer, lambda step: rise if step == S // 2 else 1.0),
+        controller=None,
+        spread=0.0,
+        sync_every=10,
+        total_steps=S,
+        scout=hdet.Scout(steps=STEPS),
+        probe=score,
+        record=tmp_path,
+    )
+    while run.scheduler.is_scouting:
+        run.step()
+    line = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
+    lost = min(filter(None, [line["edge"], line["explosion"]]))
+    assert line["factor"] * rise <= lost / 2 * 1.0001
+    assert line["factor"] * rise > lost / 100
+
+
 def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Path) -> None:
     Run("stacked", probe=None, record=tmp_path).go(STEPS)
     line = told(tmp_path)

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import re
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,7 +155,7 @@ def test_batches_come_in_turn_and_a_resumed_run_goes_on_where_it_was() -> None:
 
 
 def test_the_cost_is_under_two_percent_by_default() -> None:
-    many = hdet.Probe(score, [1] * 100)
+    many = hdet.Probe(lambda model, batch: 0.0, [1] * 100)
     for every in (17, 50, 100, 1000):
         assert 1 <= many.num_batches(every) <= 8
         assert many.num_batches(every) / (3 * every) <= 0.02  # a forward is a third of a step
@@ -163,7 +165,7 @@ def test_the_cost_is_under_two_percent_by_default() -> None:
     assert [many.num_batches(every) for every in (50, 1000)] == [3, 8]
     assert many.num_batches(1000, 8) == 7
     assert many.num_batches(5) == many.num_batches(50, 8) == 1  # one at least
-    assert hdet.Probe(score, [1]).num_batches(1000) == 1
+    assert hdet.Probe(lambda model, batch: 0.0, [1]).num_batches(1000) == 1
 
 
 class Scored(nn.Sequential):
@@ -223,7 +225,7 @@ def test_a_loader_with_a_generator_of_its_own_is_resumed_too() -> None:
         own = torch.Generator().manual_seed(7)
         some = TensorDataset(torch.arange(12))
         loader = DataLoader(some, batch_size=2, shuffle=True, generator=own)
-        probe = hdet.Probe(score, loader, num=2)
+        probe = hdet.Probe(lambda model, batch: 0.0, loader, num=2)
         return [[b.tolist() for (b,) in probe.take(cycle, 10, 0)] for cycle in cycles]
 
     whole = taken(range(8))
@@ -498,3 +500,30 @@ def differing_scores(rank: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("score", "batches", "words"),
+    [
+        (lambda model, batch: 0.0, None, "score(model)"),
+        (lambda: 0.0, None, "score(model)"),
+        (lambda model: 0.0, [1], "score(model, batch)"),
+        (lambda model, batch, device: 0.0, [1], "score(model, batch)"),
+        (lambda model, *, device: 0.0, None, "score(model)"),
+    ],
+)
+def test_a_score_that_cannot_be_called_is_refused_at_once(
+    score: Any, batches: Any, words: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"must be callable as {words}")):
+        hdet.Probe(score, batches)
+
+
+def test_a_score_that_can_be_called_may_look_as_it_likes() -> None:
+    class Scorer:
+        def __call__(self, model: Any, batch: Any = None) -> float:
+            return 0.0
+
+    for score in (Scorer(), lambda *inputs: 0.0, partial(lambda x, model, batch=0: 0.0, 1), max):
+        hdet.Probe(score)
+        hdet.Probe(score, [1])

@@ -159,20 +159,22 @@ def test_every_schedule_resumes(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_mean_of_a_schedule_is_known_before_it_is_played(name: str) -> None:
+def test_mean_and_peak_of_a_schedule_are_known_before_it_is_played(name: str) -> None:
     make, form = SCHEDULES[name]
     base = Base(make(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)))
     before = base.state_dict()
-    told = base.mean_share(STEPS)
+    told = base.shares(STEPS)
     assert base.state_dict() == before
-    mean = sum(LR * form(step) for step in range(STEPS)) / STEPS
-    assert told == pytest.approx(mean / base.peaks[0])
+    lrs = [LR * form(step) for step in range(STEPS)]
+    assert told is not None
+    assert told.mean == pytest.approx(sum(lrs) / STEPS / base.peaks[0])
+    assert told.highest == pytest.approx(max(lrs) / base.peaks[0])
 
 
 def test_nobody_knows_the_mean_of_a_schedule_that_waits_for_a_metric_or_has_no_end() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)
-    assert Base(torch_schedules.ConstantLR(optimizer)).mean_share(None) is None
-    assert Base(torch_schedules.ReduceLROnPlateau(optimizer)).mean_share(STEPS) is None
+    assert Base(torch_schedules.ConstantLR(optimizer)).shares(None) is None
+    assert Base(torch_schedules.ReduceLROnPlateau(optimizer)).shares(STEPS) is None
 
 
 def test_a_plateau_of_something_else_than_losses_is_refused() -> None:

@@ -3,12 +3,19 @@
 import copy
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet import groups
 from hdet.steering import Cycle
+
+
+class Shares(NamedTuple):
+    """What is left of a schedule, in units of the learning rate that was given."""
+
+    mean: float
+    highest: float
 
 
 class Base:
@@ -38,8 +45,8 @@ class Base:
         """It is stepped once a cycle, with the mean loss of the cycle: that number is equal on all
         replicas; their own losses would take them apart."""
         self._entries = groups.schedule_entries(self.optimizer)
-        self._played: tuple[tuple[Any, ...], float | None] | None = None
-        """What was last asked for the mean of the schedule, and the answer."""
+        self._played: tuple[tuple[Any, ...], Shares | None] | None = None
+        """What was last asked of the rest of the schedule, and the answer."""
         self._read()
 
     @property
@@ -56,8 +63,9 @@ class Base:
         entries = self.optimizer.param_groups
         return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
 
-    def mean_share(self, total_steps: int | None) -> float | None:
-        """The mean of what is left of the schedule, in units of its peak; none if nobody knows.
+    def shares(self, total_steps: int | None) -> Shares | None:
+        """The mean of what is left of the schedule and its highest, in units of its peak; none if
+        nobody knows.
 
         A copy of it is played to its end, beside the optimizer.
         """
@@ -69,12 +77,12 @@ class Base:
             self._played = asked, self._play(num)
         return self._played[1]
 
-    def _play(self, num: int) -> float | None:
-        """The mean of the next so many steps."""
+    def _play(self, num: int) -> Shares | None:
+        """Of the next so many steps."""
         pairs = zip(self.optimizer.param_groups, self.lrs, strict=True)
         groups = [{**g, "lr": lr, "initial_lr": g.get("initial_lr", lr)} for g, lr in pairs]
         stand_in = SimpleNamespace(param_groups=groups, step=lambda: None, _opt_called=True)
-        total = 0.0
+        total = highest = 0.0
         # Whatever a method of the user's own belongs to is not for us to copy.
         callables = getattr(self.schedule, "lr_lambdas", [])
         owners = [f.__self__ for f in callables if hasattr(f, "__self__")]
@@ -84,14 +92,16 @@ class Base:
             try:
                 played: Any = copy.deepcopy(self.schedule, kept)
                 for number in range(num):
-                    shares = zip(groups, self.peaks, strict=True)
-                    total += sum(float(g["lr"]) / peak for g, peak in shares if peak)
+                    pairs = zip(groups, self.peaks, strict=True)
+                    shares = [float(g["lr"]) / peak for g, peak in pairs if peak]
+                    total += sum(shares)
+                    highest = max(highest, *shares)
                     if number < num - 1:
                         played.step()
             except Exception:  # a schedule of the user's own that cannot be copied
                 return None
         moving = sum(peak != 0 for peak in self.peaks)
-        return total / num / moving if moving else None
+        return Shares(total / num / moving, highest) if moving else None
 
     def share_of_now(self) -> float:
         """How high the schedule is, in units of its peak."""

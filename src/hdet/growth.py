@@ -122,14 +122,14 @@ def most(optimizer: str, explosion: float | None) -> float:
     return explosion if optimizer in PLAIN else explosion / NEAR
 
 
-def peak_of(mean_share: float | None) -> float:
+def peak_of(mean_share: float) -> float:
     """How far a schedule peaks above its mean: rounds are made at a constant learning rate.
 
     What a run gains depends on the mean of its learning rates much more than on their peak, as
     long as it comes down in the end. One that rises above the learning rate that was given has a
     mean above it, and must be lowered.
 
-    >>> peak_of(0.5), peak_of(1.0), peak_of(None), peak_of(0.01), peak_of(4.0)
-    (2.0, 1.0, 1.0, 2.5, 0.25)
+    >>> peak_of(0.5), peak_of(1.0), peak_of(0.01), peak_of(4.0)
+    (2.0, 1.0, 2.5, 0.25)
     """
     return 1.0 if not mean_share else min(1 / mean_share, STEEPEST)

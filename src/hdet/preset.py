@@ -125,11 +125,12 @@ def scout_problem(
         return problem
     if gradients == "shared" and isinstance(replicas, ProcessReplicas) and not _wrapped(model):
         return "under FSDP2 it waits to be asked for: `scout=hdet.Scout()`"
-    share = base.mean_share(total_steps)
-    if share is not None and share < LEAST_SHARE:
+    shares = base.shares(total_steps)
+    if shares is not None and shares.mean < LEAST_SHARE:
         return (
-            f"the schedule is at {share:.2g} of the given learning rate on average, which is not "
-            "the one it is about: a LambdaLR must return factors, and Noam's be divided by its peak"
+            f"the schedule is at {shares.mean:.2g} of the given learning rate on average, which is "
+            "not the one it is about: a LambdaLR must return factors, and Noam's be divided by its "
+            "peak"
         )
     return _too_short(scout, total_steps, replicas.size, probes)
 

@@ -59,6 +59,7 @@ class Probe:
                 "`batches` must be a loader or a list that can be gone through again and again, "
                 f"got {batches!r}."
             )
+        _check_call(score, "model" if batches is None else "model, batch")
         if num is not None:
             check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("min", "max"))
@@ -131,6 +132,21 @@ class Probe:
 
 WORDS = 2
 """Columns of a row that say which batches were scored."""
+
+
+def _check_call(score: Callable[..., Any], arguments: str) -> None:
+    """Refuse what the end of the first cycle would trip over."""
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # not everything that can be called says how
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError as problem:
+        raise TypeError(
+            f"`score` of the probe must be callable as score({arguments}), got one with the "
+            f"arguments {signature} ({problem})."
+        ) from None
 
 
 def as_probe(probe: Any) -> Probe | None:

@@ -44,6 +44,7 @@ times more than a run can bear."""
 NOTHING_FOUND = "nothing was found"
 INTERRUPTED, NO_TIME = "interrupted", "there was no time to look further"
 TOO_LOW = "less is needlessly far below where scores explode"
+LOST_OR_NOT_TRIED = "more was lost, or not tried"
 TOO_SHORT = "what was found in so few steps is too near to where scores explode"
 HOPELESS = 1 / 8
 """Where this share of a learning rate is still too high for a mean one, the schedule is lost."""
@@ -463,14 +464,17 @@ class Search:
     def _floor(self, explosion: float | None) -> float:
         return least(self._rule, self._optimizer, explosion)
 
-    def begin_with(self, *, peak: float = 1.0) -> Beginning:
+    def begin_with(self, *, peak: float = 1.0, highest: float = 1.0) -> Beginning:
         """What was found, for the batch of all replicas, and for a schedule that peaks so many
-        times above its mean.
+        times above its mean, and whose highest learning rate is so many times the given one.
 
         It stays below what was lost already with the batch of one, and within what was tried; but
         not far below where scores explode, whatever is merely worse than none in a few steps.
         """
+        rise = max(highest, 1.0)
         lowest = self._floor(self.explosion) * peak
+        if self.explosion is not None:
+            lowest = min(lowest, self.explosion / 2 / rise)
         lost = min(filter(None, [self.edge, self.explosion]), default=None)
         if self.found is None:
             kept = Beginning(away_from(lost, 1.0), NOTHING_FOUND)
@@ -482,9 +486,9 @@ class Search:
         likely = self._likely(self.explosion) * peak
         if self._is_hasty() and chosen.factor > likely:
             chosen = Beginning(likely, TOO_SHORT)
-        highest = self.points[-1].factor if lost is None else lost / 2
-        if chosen.factor > highest:
-            chosen = Beginning(max(highest, self.found), "more was lost, or not tried")
+        limit = self.points[-1].factor if lost is None else lost / 2
+        if chosen.factor > limit / rise:
+            chosen = Beginning(max(limit, self.found) / rise, LOST_OR_NOT_TRIED)
         return max(chosen, Beginning(lowest, TOO_LOW), key=lambda begin: begin.factor)
 
     def state_dict(self) -> dict[str, Any]:

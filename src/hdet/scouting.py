@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hdet.base import Shares
 from hdet.expedition import Expedition, scout_line
 from hdet.growth import peak_of
 from hdet.preset import unfit_for_scouts
@@ -220,7 +221,8 @@ class Scouting:
         search, begin = expedition.search, None
         peaks = dict(zip(run.base.names, expedition.rates, strict=True))
         if search.is_over:
-            begin = search.begin_with(peak=peak_of(self._mean_share(expedition)))
+            shares = self._shares(expedition)
+            begin = search.begin_with(peak=peak_of(shares.mean), highest=shares.highest)
             begin = self._begin_or_return(expedition, begin)
             if advice := self._advice(search, begin):
                 run.warn_once(
@@ -290,17 +292,18 @@ class Scouting:
             self.second_start.close()
         self.second_start = None
 
-    def _mean_share(self, expedition: Expedition) -> float | None:
-        """Of what is left of the base schedule, in units of what the scout has looked around; none
-        unless all processes agree, who may not all know it."""
+    def _shares(self, expedition: Expedition) -> Shares:
+        """Of what is left of the base schedule, in units of what the scout has looked around; of a
+        constant one unless all processes agree, who may not all know it."""
         run = self._run
-        share = run.base.mean_share(run.settings.total_steps)
+        known = run.base.shares(run.settings.total_steps)
         now = run.base.share_of_now() if expedition.late else 1.0
-        share = share / now if share is not None and now else None
-        rows = [[math.nan if share is None else share]] * len(run.replicas.local)
-        pooled = run.replicas.pool(torch.tensor(rows, dtype=torch.float64)).flatten(1)
-        shares = run.replicas.gather(pooled).flatten().tolist()
-        return shares[0] if all(other == shares[0] for other in shares) else None
+        mine = [math.nan] * 2 if known is None or not now else [share / now for share in known]
+        rows = torch.tensor([mine] * len(run.replicas.local), dtype=torch.float64)
+        everyone = run.replicas.gather(run.replicas.pool(rows).flatten(1)).unflatten(1, (-1, 2))
+        shares = {Shares(*share) for share in everyone.flatten(0, 1).tolist()}
+        first = shares.pop()
+        return Shares(1.0, 1.0) if shares or math.isnan(first.mean) else first
 
     def _end_scout(self, expedition: Expedition) -> None:
         run = self._run
