@@ -1,7 +1,8 @@
 """How far below where scores explode does the best learning rate lie?
 
     python -m benchmarks.explosion [--quick] [--data FOLDER] [--out FILE]
-    python -m benchmarks.explosion --scouts [--data FOLDER] [--out FILE]    the scouts alone, anew
+    python -m benchmarks.explosion --scouts [--only NAME] [--data FOLDER] [--out FILE]
+                                                                the scouts alone, anew
 
 A scout sees a few steps. What gains most in them is often far below what ends best; where scores
 explode is seen in them just as well. For variants of the language model and of its fine-tuning
@@ -244,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two tiny variants, a coarse grid")
     parser.add_argument("--scouts", action="store_true", help="these alone; the rest is kept")
+    parser.add_argument("--only", help="variants whose name contains it; the others are kept")
     parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
     parser.add_argument("--checkpoint", type=Path, default=RESULTS / "pretrained.pt")
     parser.add_argument("--out", type=Path)
@@ -252,8 +254,12 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     out = options.out or RESULTS / ("explosion.quick.json" if options.quick else "explosion.json")
-    cases: dict[str, Any] = json.loads(out.read_text())["cases"] if options.scouts else {}
+    keeps = options.scouts or options.only is not None
+    known: dict[str, Any] = json.loads(out.read_text()) if keeps else {"cases": {}}
+    cases, made_on = known["cases"], torch.cuda.get_device_name() if on_gpu else "cpu"
     for name, variant in (QUICK if options.quick else VARIANTS).items():
+        if options.only is not None and options.only not in name:
+            continue
         start: dict[str, Any] = {}
         if variant.tuned:
             start = {"text": "text", "start": torch.load(options.checkpoint, map_location=device)}
@@ -263,13 +269,14 @@ def main() -> None:
             places = range(-6, 7, 3) if options.quick else range(-7, 8)
             cases[name] = case_of(bench, variant, places)
         cases[name]["scouts"] = scouts_of(bench, cases[name]["grid"])
+        cases[name]["scouts_on"] = made_on
         print(f"{name}: done", flush=True)
     told = {
         "headline": headline(cases),
         "settings": {"replicas": N, "seeds": SEEDS, "grid_seeds": GRID_SEEDS, "starts": STARTS},
         "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "device": known.get("device", made_on),
         "cases": cases,
     }
     out.write_text(json.dumps(plain_json(told)) + "\n")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from hdet.growth import Agreement, Tried, grown, least, longer, most
+from hdet.growth import CALM, Agreement, Tried, grown, least, longer, most
 from hdet.validation import check_choice, check_flag, check_integer, check_range
 from hdet.verdict import (
     CLOSELY,
@@ -483,7 +483,8 @@ class Search:
             self._grown(self.found) * peak,
             "what was found, for the batch of all replicas and the schedule",
         )
-        likely = self._likely(self.explosion) * peak
+        # Where gradients are noise, short rounds are timid already.
+        likely = self._likely(self.explosion) * (1 + (self.noise or 0.0) / CALM) * peak
         if self._is_hasty() and chosen.factor > likely:
             chosen = Beginning(likely, TOO_SHORT)
         limit = self.points[-1].factor if lost is None else lost / 2
