@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
@@ -41,7 +40,7 @@ from benchmarks.methods import (
 )
 from benchmarks.models import Size
 from benchmarks.regret import loss_at, percent
-from benchmarks.settle import GPT_SIZE, RESULTS, TINY, plain_json
+from benchmarks.settle import GPT_SIZE, RESULTS, TINY, made_with, plain_json
 from benchmarks.tasks import Plan
 from hdet.verdict import Point, explosion
 
@@ -256,10 +255,13 @@ def main() -> None:
     out = options.out or RESULTS / ("explosion.quick.json" if options.quick else "explosion.json")
     keeps = options.scouts or options.only is not None
     known: dict[str, Any] = json.loads(out.read_text()) if keeps else {"cases": {}}
-    cases, made_on = known["cases"], torch.cuda.get_device_name() if on_gpu else "cpu"
-    for name, variant in (QUICK if options.quick else VARIANTS).items():
-        if options.only is not None and options.only not in name:
-            continue
+    cases = known["cases"]
+    variants = QUICK if options.quick else VARIANTS
+    chosen = [name for name in variants if options.only is None or options.only in name]
+    if not chosen:
+        parser.error(f"--only must be a part of one of {list(variants)}, got {options.only!r}")
+    for name in chosen:
+        variant = variants[name]
         start: dict[str, Any] = {}
         if variant.tuned:
             start = {"text": "text", "start": torch.load(options.checkpoint, map_location=device)}
@@ -269,14 +271,12 @@ def main() -> None:
             places = range(-6, 7, 3) if options.quick else range(-7, 8)
             cases[name] = case_of(bench, variant, places)
         cases[name]["scouts"] = scouts_of(bench, cases[name]["grid"])
-        cases[name]["scouts_on"] = made_on
+        cases[name]["scouts_on"] = made_with()["device"]
         print(f"{name}: done", flush=True)
     told = {
         "headline": headline(cases),
         "settings": {"replicas": N, "seeds": SEEDS, "grid_seeds": GRID_SEEDS, "starts": STARTS},
-        "versions": {"hdet": hdet.__version__, "torch": torch.__version__},
-        "python": platform.python_version(),
-        "device": known.get("device", made_on),
+        **{key: known.get(key, value) for key, value in made_with().items()},  # of most of it
         "cases": cases,
     }
     out.write_text(json.dumps(plain_json(told)) + "\n")

@@ -79,6 +79,19 @@ def test_one_element_that_differs_is_seen(place: int) -> None:
     assert not are_equal(own, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_are_looked_at_too(dtype: torch.dtype) -> None:
+    one = torch.tensor([1.0, 2.0]).to(dtype)
+    assert are_equal([one], copies([one]))
+    assert not are_equal([one], [torch.tensor([1.0, 3.0]).to(dtype)])
+    assert bool(are_finite([one]))
+    assert not bool(are_finite([torch.tensor([1.0, math.nan]).to(dtype)]))
+
+
+def test_other_shapes_are_not_equal() -> None:
+    assert not are_equal([torch.ones(2, 2)], [torch.ones(2)])
+
+
 def test_what_is_not_finite_equals_nothing() -> None:
     assert not are_equal([torch.tensor([math.nan])], [torch.tensor([math.nan])])
     assert are_equal([], [])

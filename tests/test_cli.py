@@ -168,12 +168,12 @@ def test_a_demo_that_is_lost_says_so_and_leaves_a_report(engine: str, tmp_path: 
 def test_the_demo_finds_what_the_plain_run_lacks(tmp_path: Path) -> None:
     run("demo", "--steps", "800", "--replicas", "8", "--out", tmp_path)
     ours, plain = (history.read(tmp_path / name) for name in ("hdet", "plain"))
-    assert ours.scouted is not None
-    assert ours.scouted.factor is not None
-    assert ours.scouted.factor > 30
+    (scouted,) = ours.scouts
+    assert scouted.factor is not None
+    assert scouted.factor > 30
     assert ours.measure("accuracy")[-1][1] > 0.9
     assert plain.measure("accuracy")[-1][1] < 0.5
-    assert plain.scouted is None
+    assert not plain.scouts
 
 
 def test_an_impatient_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:

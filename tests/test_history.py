@@ -85,7 +85,7 @@ def test_a_record_from_before_times_and_distances(tmp_path: Path) -> None:
 
 
 def test_a_scout_is_read(tmp_path: Path) -> None:
-    told = read(write_sample(tmp_path, cycles=2, scouted=True)).scouted
+    (told,) = read(write_sample(tmp_path, cycles=2, scouted=True)).scouts
     assert told is not None
     assert (told.step, told.found, told.scores[-1]) == (12, 2.0, None)
     assert told.factors[:2] == (0.01, 0.04)

@@ -1,10 +1,10 @@
 """Probes: the same batches for every replica, in eval mode, and no trace of it in the run."""
 
 import copy
+import functools
 import math
 import re
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -524,6 +524,16 @@ def test_a_score_that_can_be_called_may_look_as_it_likes() -> None:
         def __call__(self, model: Any, batch: Any = None) -> float:
             return 0.0
 
-    for score in (Scorer(), lambda *inputs: 0.0, partial(lambda x, model, batch=0: 0.0, 1), max):
+    @functools.wraps(lambda model, batch, device: 0.0)
+    def wrapped(*inputs: Any) -> float:
+        return 0.0
+
+    for score in (
+        Scorer(),
+        wrapped,
+        lambda *inputs: 0.0,
+        functools.partial(lambda x, model, batch=0: 0.0, 1),
+        max,
+    ):
         hdet.Probe(score)
         hdet.Probe(score, [1])

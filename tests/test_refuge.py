@@ -236,3 +236,67 @@ def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
         assert torch.equal(now, then)
     late = Run("stacked", overlap=2).go(5 * T).scheduler._run.refuge
     assert len(late._kept.weights) == N  # type: ignore[union-attr]
+
+
+class Named(dict[str, Any]):
+    """A state of its own kind, as some optimizers keep it."""
+
+    @property
+    def moment(self) -> Tensor:
+        moment: Tensor = self["moment"]
+        return moment
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if not self.state[parameter]:
+                self.state[parameter] = Named(moment=torch.zeros_like(parameter))
+            moment = self.state[parameter].moment.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(self.param_groups[0]["lr"] * moment)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_states_of_any_kind_come_back_as_they_were(offload: bool) -> None:
+    model = net()
+    run = SmallRun(
+        "one",
+        0,
+        1,
+        model,
+        Own(model.parameters()),
+        lambda optimizer: ConstantLR(optimizer, factor=1.0),
+        guard=hdet.Guard(offload=offload),
+        sync_every=T,
+    )
+    for step in range(10 * T):
+        if step == 6 * T:
+            with torch.no_grad():
+                next(model.parameters()).mul_(math.inf)
+        run.step()
+    assert run.scheduler.get_knobs() == {"lr/group0": 0.5}
+    assert all(type(state) is Named for state in run.optimizer.state.values())
+
+
+def test_parameters_of_eight_bits_are_guarded() -> None:
+    model = net()
+    model.register_parameter(
+        "scale", nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    run = SmallRun(
+        "one",
+        0,
+        1,
+        model,
+        optimizer,
+        lambda optimizer: ConstantLR(optimizer, factor=1.0),
+        guard=hdet.Guard(),
+        sync_every=T,
+    )
+    for _ in range(2 * T):
+        run.step()

@@ -195,6 +195,24 @@ def test_what_a_scout_saw_is_drawn(tmp_path: Path) -> None:
     graph_objects.Figure(painted({"data": plot["data"], "layout": plot["layout"]}))
 
 
+def test_every_search_is_drawn(tmp_path: Path) -> None:
+    """Rounds of one are one; a look in mid-run is another, and hides nothing."""
+    sample = Sample(cycles=6, knobs=("all",), lr=1e-3)
+    first, begun = {**sample.scout(), "factor": None}, sample.scout()
+    look = {"late": True, "factor": 1.0, "why": "3.96 times it is no reason to change it"}
+    lines = [*sample.lines(), {**begun, **look, "step": sample.sync_every * 5 + 12}]
+    record = tmp_path / "record.jsonl"
+    record.write_text(
+        "".join(json.dumps(line) + "\n" for line in [lines[0], first, begun, *lines[1:]])
+    )
+    page = page_of(tmp_path)
+    assert len([p for p in plots_of(page) if p["data"][0]["name"] == "score"]) == 2
+    body = body_of(page)
+    assert "What the scout saw" in body
+    assert f"What it saw until step {sample.sync_every * 5 + 12}" in body
+    assert "From here on learning rates are 1 times what they were: 3.96 times it is no" in body
+
+
 def test_one_replica_and_no_exclusion(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", replicas=1, held_out=False, knobs=["all"]))
     assert "No replica was excluded." in body_of(page)

@@ -142,6 +142,9 @@ def test_the_edge_counts_for_the_batch_of_all_replicas_too() -> None:
     assert found.explosion is not None
     lost = min(found.edge, found.explosion)
     assert found.begin_with(peak=40.0).factor == pytest.approx(lost / 2)
+    lost_too = Search(hdet.Scout(), num_replicas=4, total_steps=5000)
+    lost_too.edge, lost_too.reason = 2.0, "by hand"
+    assert lost_too.begin_with(highest=10.0).factor == pytest.approx(2.0 / 4 / 10)
     # Of a schedule that rises above the given learning rate, that is where it rises to.
     assert found.begin_with(peak=2.5, highest=12.0).factor == pytest.approx(lost / 24)
     assert search(BEST, num_replicas=4, rule="none").begin_with().factor == found.found

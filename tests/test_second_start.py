@@ -370,6 +370,42 @@ def test_one_that_new_data_leaves_as_good_is_kept(tmp_path: Path) -> None:
     assert run.loss() < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:the scout found no")
+def test_what_explodes_is_left_also_where_nothing_is_better(tmp_path: Path) -> None:
+    """Good weights have little to gain: that all differ by chance alone does not excuse it."""
+    options: dict[str, Any] = {"gradients": "local", "record": tmp_path, "at": CHANGE + 200}
+    run = Changed("stacked", worth=1e4, **options).go(LONG)
+    (found,) = looks(tmp_path)
+    assert found < 1e-3
+    (last,) = [line["step"] for line in lines(tmp_path, "scout") if line["factor"] == found]
+    assert all(line["step"] <= last for line in lines(tmp_path, "guard"))
+    assert run.loss() < 0.1
+
+
+def test_a_look_that_nobody_asked_for_keeps_to_its_share(tmp_path: Path) -> None:
+    """Whatever the length of rounds that was set for the beginning."""
+    scout = hdet.Scout(restart=True, steps=11)
+    late = LONG - 8 * SYNC
+    run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout=scout)
+    run.go(LONG)
+    assert lines(tmp_path, "guard")[-1]["factor"] == 32768.0
+    assert looks(tmp_path) == []
+
+
+def test_a_scout_that_was_asked_for_is_believed_also_after_a_resume(tmp_path: Path) -> None:
+    """As saved by a library that knew of no looks."""
+    run = Run("stacked", lr=GOOD, total=LONG, record=tmp_path).go(40 * SYNC)
+    run.scheduler.scout_again()
+    run.go(1)
+    run.scheduler.converge()
+    told = run.scheduler.state_dict()
+    del told["search"]["unasked"]
+    run.scheduler.load_state_dict(told)
+    while run.scheduler.is_scouting:
+        run.step()
+    assert "no reason" not in lines(tmp_path, "scout")[-1]["why"]
+
+
 def ended_after_a_change(rank: int, engine: str) -> Tensor:
     return Changed(engine, rank).go(LONG).weights()
 
@@ -406,7 +442,7 @@ def test_new_data_shortly_before_the_end_is_not_looked_at(tmp_path: Path) -> Non
 def test_new_data_that_blows_up_every_learning_rate_does_not_end_the_run(tmp_path: Path) -> None:
     run = Changed("stacked", worth=1.0, more=6.0, record=tmp_path).until_it_looks()
     run._then = (1e20, 0.0)
-    with pytest.warns(UserWarning, match="after a change of the data every learning rate"):
+    with pytest.warns(UserWarning, match="change of the data.*every learning rate blows up"):
         while run.scheduler.is_scouting:
             run.step()
     assert math.isfinite(run.loss())

@@ -604,6 +604,35 @@ def test_local_gradients_lie_as_their_weights_do(memory_format: torch.memory_for
             torch.testing.assert_close(mine, gradient)
 
 
+class AddedUp(nn.Module):
+    """Two weights with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.full((3, 3), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + self.b.view(3, 3))
+
+
+def test_local_gradients_of_weights_that_are_added_up_are_not_one_memory() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    model, plain = AddedUp(), AddedUp()
+    ensemble = hdet.StackedReplicas(model, 2, mode="vmap")
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    ensemble.share_gradients(model, False)
+    for part in (x, y):  # accumulated
+        ensemble.losses(loss, part).sum().backward()
+        loss(plain, part[:4]).backward()
+    optimizer.clip_grad_norm_(1.0)
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for own, single in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, single.grad)
+
+
 def test_with_local_gradients_clearing_the_models_clears_all() -> None:
     model = nn.Linear(2, 2)
     ensemble = StackedReplicas(model, 2)

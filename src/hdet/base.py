@@ -92,10 +92,13 @@ class Base:
             try:
                 played: Any = copy.deepcopy(self.schedule, kept)
                 for number in range(num):
-                    pairs = zip(groups, self.peaks, strict=True)
-                    shares = [float(g["lr"]) / peak for g, peak in pairs if peak]
-                    total += sum(shares)
-                    highest = max(highest, *shares)
+                    heights = [
+                        float(group["lr"]) / peak
+                        for group, peak in zip(groups, self.peaks, strict=True)
+                        if peak
+                    ]
+                    total += sum(heights)
+                    highest = max([highest, *heights])
                     if number < num - 1:
                         played.step()
             except Exception:  # a schedule of the user's own that cannot be copied

@@ -32,21 +32,18 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(mine, theirs)
 
 
-def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest absolute value of each, one number; not finite if one of its elements is not."""
-    return list(torch._foreach_norm(list(tensors), float("inf"))) if tensors else []
-
-
 def are_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether all elements of all of them are, on the device of the first.
 
     >>> are_finite([torch.ones(2), torch.tensor([1.0, float("nan")])]), are_finite([torch.ones(2)])
     (tensor(False), tensor(True))
     """
-    found = largest([t.detach() for t in tensors if t.numel() and _has_fractions(t)])
+    own = [tensor.detach() for tensor in tensors if tensor.numel()]
+    found = _largest([tensor for tensor in own if _is_usual(tensor)])
+    found += [tensor.float().abs().amax() for tensor in own if _is_tiny(tensor)]
     if not found:
         return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
-    return together(found).isfinite().all()
+    return _together(found).isfinite().all()
 
 
 @torch.no_grad()
@@ -57,19 +54,34 @@ def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     True
     """
     pairs = list(zip(ones, others, strict=True))
-    some = [pair for pair in pairs if _has_fractions(pair[0]) and pair[0].numel()]
-    rest = [pair for pair in pairs if not _has_fractions(pair[0])]
-    apart = largest(torch._foreach_sub(*map(list, zip(*some, strict=True)))) if some else []
-    is_apart = bool((together(apart) != 0).any()) if apart else False
-    return not is_apart and all(torch.equal(one, other) for one, other in rest)
+    if any(one.shape != other.shape for one, other in pairs):
+        return False
+    usual = [pair for pair in pairs if _is_usual(pair[0]) and pair[0].numel()]
+    rest = [pair for pair in pairs if not _is_usual(pair[0])]
+    apart = _largest(torch._foreach_sub(*map(list, zip(*usual, strict=True)))) if usual else []
+    is_apart = bool((_together(apart) != 0).any()) if apart else False
+    return not is_apart and all(torch.equal(_as_usual(a), _as_usual(b)) for a, b in rest)
 
 
-def together(numbers: list[Tensor]) -> Tensor:
-    """Single numbers as one tensor, in float64 where they differ in kind."""
+def _largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each; not finite if one of its elements is not."""
+    return list(torch._foreach_norm(list(tensors), float("inf"))) if tensors else []
+
+
+def _together(numbers: list[Tensor]) -> Tensor:
     if len({(number.device, number.dtype) for number in numbers}) > 1:
         numbers = [number.to(numbers[0].device, torch.float64) for number in numbers]
     return torch.stack(numbers)
 
 
-def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_tiny(tensor: Tensor) -> bool:
+    """Whether it is one of the kinds of eight bits, which torch computes nothing with."""
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() and not _is_tiny(tensor)) or tensor.is_complex()
+
+
+def _as_usual(tensor: Tensor) -> Tensor:
+    return tensor.float() if _is_tiny(tensor) else tensor

@@ -40,11 +40,12 @@ class Expedition:
         late: bool = False,
         brief: bool = False,
         stuck: bool = False,
+        unasked: bool = False,
     ) -> None:
         """`rates` are the learning rates it looks around, one for each group, and `kind` is the
         optimizer's name, of each replica's own where they have one. `stuck` is why it set out from
-        the first weights again."""
-        self.scout, self.late, self.stuck = scout, late, stuck
+        the first weights again; one in mid-run that nobody has asked for is `unasked`."""
+        self.scout, self.late, self.stuck, self.unasked = scout, late, stuck, unasked
         self.rates, self._total = list(rates), total_steps
         self.search = Search(
             scout,
@@ -66,12 +67,18 @@ class Expedition:
         """Where everyone has set out from."""
         return self._outset.kept
 
+    @property
+    def keeps_the_given(self) -> bool:
+        """Whether only what is far from the learning rate that was given is a reason to change it:
+        not for one in mid-run that somebody has asked for."""
+        return self.scout.restart and (self.unasked or not self.late)
+
     def lr(self, group: int, replica: int) -> float:
         return min(self.rates[group] * self.search.factors[replica], HIGHEST)
 
     def state_dict(self) -> dict[str, Any]:
         """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
-        told = {**self.search.state_dict(), "stuck": self.stuck}
+        told = {**self.search.state_dict(), "stuck": self.stuck, "unasked": self.unasked}
         if self.late:
             told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return told
@@ -138,12 +145,13 @@ class Expedition:
 
 
 def scout_line(
-    step: int, search: Search, peaks: Mapping[str, float], begin: Beginning | None
+    step: int, search: Search, peaks: Mapping[str, float], begin: Beginning | None, *, late: bool
 ) -> dict[str, Any]:
     """What the record says of a round, and of what the run begins with if it was the last."""
     return {
         "event": "scout",
         "step": step,
+        "late": late,
         "points": [point._asdict() for point in search.points],
         "close": [point._asdict() for point in search.close_points],
         "noise": search.noise,

@@ -248,11 +248,13 @@ def blocks(points: Sequence[tuple[int, float]], length: int) -> list[tuple[int, 
     return [(part[-1][0], mean([value for _, value in part])) for part in parts]
 
 
-def scout(history: History) -> Plot | None:
+def scouts(history: History) -> list[Plot | None]:
+    """One plot for each search."""
+    return [_scout(history, seen) for seen in history.scouts]
+
+
+def _scout(history: History, seen: Scouted) -> Plot | None:
     """What a few steps came to at every learning rate that was tried."""
-    seen = history.scouted
-    if seen is None:
-        return None
     given = known(seen.peaks.values())
     single = len(seen.peaks) == 1 and given and given[0] > 0
     unit = given[0] if single else 1.0
@@ -280,7 +282,9 @@ def scout(history: History) -> Plot | None:
         shapes=[_upright(found)] if found else [],
     )
     caption = _scouted(seen, unit, sum(score > top for score in scores), lost)
-    return Plot("What the scout saw", caption, traces, layout)
+    first = seen is history.scouts[0]
+    title = "What the scout saw" if first else f"What it saw until step {seen.step}"
+    return Plot(title, caption, traces, layout)
 
 
 def _rates(
@@ -319,7 +323,10 @@ def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) 
         told.append(f"None of them was chosen: {shortened(seen.reason, 120)}.")
     if seen.factor is not None:
         why = f": {shortened(seen.why, 120)}" if seen.why else ""
-        told.append(f"The schedule peaks at {brief(seen.factor * unit)}{why}.")
+        begins = f"The schedule peaks at {brief(seen.factor * unit)}"
+        if seen.late:
+            begins = f"From here on learning rates are {brief(seen.factor)} times what they were"
+        told.append(f"{begins}{why}.")
     return " ".join(told)
 
 

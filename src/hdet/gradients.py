@@ -52,7 +52,7 @@ class OwnGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
         nothing = (None,) * num_replicas
-        own = [_laid_out(*pair) for pair in zip(gradients, ctx.strides, strict=True)]
+        own = _own_memory([_laid_out(*pair) for pair in zip(gradients, ctx.strides, strict=True)])
         columns = [nothing if g is None else g.unbind() for g in own]
         return None, *([None] * ctx.num), *chain.from_iterable(zip(*columns, strict=True))
 
@@ -65,6 +65,19 @@ def _laid_out(gradient: Tensor | None, strides: tuple[int, ...]) -> Tensor | Non
     return torch.empty_strided(
         gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
     ).copy_(gradient)
+
+
+def _own_memory(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """One for each: two weights that are added up have one gradient, and would share it."""
+    taken: set[int] = set()
+    own: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None and gradient.data_ptr() in taken:
+            gradient = gradient.clone()
+        if gradient is not None and gradient.numel():
+            taken.add(gradient.data_ptr())
+        own.append(gradient)
+    return own
 
 
 def mean_gradients(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:

@@ -108,6 +108,8 @@ class Scouted(NamedTuple):
     """Why the run begins with that, and not with what was found."""
     close: tuple[tuple[float | None, float | None], ...] = ()
     """Factors and scores around the first choice, in longer rounds."""
+    late: bool = False
+    """Whether it set out in mid-run, around the learning rate of that moment."""
 
 
 class Rollback(NamedTuple):
@@ -149,7 +151,8 @@ class History:
     converges: tuple[Converge, ...] = ()
     """Those on demand, between the cycles."""
     notes: tuple[Note, ...] = ()
-    scouted: Scouted | None = None
+    scouts: tuple[Scouted, ...] = ()
+    """Every search, by what it had seen in the end."""
     rollbacks: tuple[Rollback, ...] = ()
     damaged: tuple[Damage, ...] = ()
     dropped: int = 0
@@ -162,7 +165,7 @@ class History:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.starts or self.cycles or self.converges or self.notes or self.scouted)
+        return not (self.starts or self.cycles or self.converges or self.notes or self.scouts)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -259,7 +262,7 @@ class _Reading:
     cycles: list[Cycle] = field(default_factory=list)
     converges: list[Converge] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    scouted: Scouted | None = None
+    scouts: list[Scouted] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
     damaged: list[Damage] = field(default_factory=list)
     dropped: int = 0
@@ -298,7 +301,9 @@ class _Reading:
                 # A note may be of an earlier step: a person's remark on what was seen.
                 bisect.insort(self.notes, _note(event), key=lambda note: note.step)
             case "scout":
-                self.scouted = _scouted(event)
+                if self.scouts and self.scouts[-1].factor is None:  # a round of the same search
+                    self.scouts.pop()
+                self.scouts.append(_scouted(event))
             case "guard":
                 self.rollbacks.append(_rollback(event))
             case None:
@@ -310,8 +315,7 @@ class _Reading:
         _cut(self.converges, after)
         _cut(self.notes, after)
         _cut(self.rollbacks, after)
-        if self.scouted is not None and self.scouted.step > after:
-            self.scouted = None
+        _cut(self.scouts, after)
         self.dropped += before - len(self.cycles) - len(self.converges) - len(self.notes)
         self.resumes = [step for step in self.resumes if step <= after]
 
@@ -323,7 +327,7 @@ class _Reading:
             cycles=tuple(self.cycles),
             converges=tuple(self.converges),
             notes=tuple(self.notes),
-            scouted=self.scouted,
+            scouts=tuple(self.scouts),
             rollbacks=tuple(self.rollbacks),
             damaged=tuple(self.damaged),
             dropped=self.dropped,
@@ -486,6 +490,7 @@ def _scouted(event: Mapping[str, Any]) -> Scouted:
         reason=_text(event, "reason"),
         why=_text(event, "why") if "why" in event else "",
         close=_each(event, "close", point),
+        late=bool(event.get("late", False)),
     )
 
 

@@ -59,7 +59,7 @@ class Probe:
                 "`batches` must be a loader or a list that can be gone through again and again, "
                 f"got {batches!r}."
             )
-        _check_call(score, "model" if batches is None else "model, batch")
+        _check_call(score, ["model"] if batches is None else ["model", "batch"])
         if num is not None:
             check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("min", "max"))
@@ -134,18 +134,18 @@ WORDS = 2
 """Columns of a row that say which batches were scored."""
 
 
-def _check_call(score: Callable[..., Any], arguments: str) -> None:
+def _check_call(score: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Refuse what the end of the first cycle would trip over."""
     try:
-        signature = inspect.signature(score)
+        signature = inspect.signature(score, follow_wrapped=False)
     except (TypeError, ValueError):  # not everything that can be called says how
         return
     try:
-        signature.bind(*arguments.split(", "))
+        signature.bind(*arguments)
     except TypeError as problem:
         raise TypeError(
-            f"`score` of the probe must be callable as score({arguments}), got one with the "
-            f"arguments {signature} ({problem})."
+            f"`score` of the probe must be callable as score({', '.join(arguments)}), got one with "
+            f"the arguments {signature} ({problem})."
         ) from None
 
 
@@ -184,16 +184,16 @@ def score_replicas(
     """
     device = next(iter(modules[0].parameters())).device
     rows = []
+    scored, times = (modules[:1], len(modules)) if alike else (modules, 1)
     sound = [True] * len(modules)
     if fresh:  # all processes of a replica score it, or none does
-        flags = [_is_finite(module)[None] for module in (modules[:1] if alike else modules)]
-        finite = torch.stack(flags * len(modules) if alike else flags)
+        finite = torch.stack([_is_finite(module)[None] for module in scored] * times)
         sound = pool(finite).flatten(1).all(1).tolist()
     with _same_draws(device, seed, cycle):
         batches = None
         if probe.batches is not None:
             batches = probe.take(cycle, sync_every, seed, len(modules))
-        for place, module in enumerate(modules[:1] if alike else modules):
+        for place, module in enumerate(scored):
             who = (
                 nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
             )
@@ -207,7 +207,7 @@ def score_replicas(
                 seen.check()
                 row = _row(scores, probe.mode, seen, device)
                 rows.append(row if sound[place] else _lost_row(device))
-    return torch.stack(rows * len(modules) if alike else rows)
+    return torch.stack(rows * times)
 
 
 def _is_finite(module: nn.Module) -> Tensor:

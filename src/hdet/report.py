@@ -133,7 +133,7 @@ def _details(sheet: Sheet, history: History) -> str:
     if not history.is_empty:
         sections.append(tiles(_facts(history)))
     sections.append(_section("Guard", _rollbacks(history)))
-    sections.append(_section("Scout", sheet.grid([figures.scout(history)])))
+    sections.append(_section("Scout", sheet.grid(figures.scouts(history))))
     if history.cycles or history.notes:
         sections += [
             _section("Losses", sheet.grid([figures.losses(history)]) or _none("No loss recorded.")),

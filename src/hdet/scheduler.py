@@ -195,7 +195,7 @@ class HDET(LRScheduler):
         mostly too low (docs/scout.md): it is for a learning rate that is off by much.
         """
         self._refuse_while_visiting("scout_again()")
-        asked = replace(scout or self._run.settings.scout or Scout(), restart=False)
+        asked = scout or self._run.settings.scout or Scout()
         model, left = self._scouting.fit_to_scout(asked)
         self.converge()
         self._scouting.again(asked, model, left)

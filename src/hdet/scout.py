@@ -77,8 +77,9 @@ class Scout:
     """Whether the run begins with the weights of before, or with those of the best replica."""
     restart: bool = False
     """Whether the given learning rate is kept unless it is hopeless: one look at the beginning
-    whether far less would be better; and if the run turns out to be stuck in its first cycles, it
-    starts again from its first weights with what is far better."""
+    whether far less would be better, and one after a change of the data; and if the run turns out
+    to be stuck in its first cycles, it starts again from its first weights with what is far
+    better."""
 
     def __post_init__(self) -> None:
         check_range("decades", self.decades, least=0.5, below=12.0001)
@@ -456,8 +457,7 @@ class Search:
         return LIKELY * least("auto", self._optimizer, explosion) or math.inf
 
     def _is_hasty(self) -> bool:
-        """Whether rounds were so short that they choose far too high, and none was long enough to
-        say by how much."""
+        """Whether all rounds were so short that they choose far too high."""
         close = self._fine_steps() if self._close else 0
         return max(close, self._coarse_steps) < HASTY
 
@@ -477,7 +477,7 @@ class Search:
             lowest = min(lowest, self.explosion / 2 / rise)
         lost = min(filter(None, [self.edge, self.explosion]), default=None)
         if self.found is None:
-            kept = Beginning(away_from(lost, 1.0), NOTHING_FOUND)
+            kept = Beginning(away_from(lost, rise) / rise, NOTHING_FOUND)
             return Beginning(lowest, TOO_LOW) if lowest else kept
         chosen = Beginning(
             self._grown(self.found) * peak,

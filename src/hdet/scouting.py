@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hdet.scout import (
 from hdet.second_start import SecondStart
 from hdet.stuck import is_far
 
+LOOKED = "after a change of the data other learning rates were tried"
 VOID = "losses were not finite on any replica in a round of the scout that ended"
 
 
@@ -71,6 +73,7 @@ class Scouting:
             late=late is not None,
             brief=looks,
             stuck=told is not None and told.get("stuck", False),
+            unasked=told is not None and told.get("unasked", False),
         )
         if told is not None:
             expedition.search.load_state_dict(told)
@@ -97,12 +100,12 @@ class Scouting:
         return run.model, left
 
     def again(
-        self, asked: Scout, model: nn.Module, left: int | None, *, brief: bool = False
+        self, scout: Scout, model: nn.Module, left: int | None, *, unasked: bool = False
     ) -> None:
         """In mid-run, from the weights of now."""
         self.forget_first_weights()
         self._run.signal.set_out()
-        self._explore(asked, model, left, late=True, brief=brief)
+        self._explore(scout, model, left, late=True, brief=unasked, unasked=unasked)
 
     def look_again(self) -> None:
         """The data has changed: with `scout="restart"`, whether the learning rate of now is
@@ -110,11 +113,12 @@ class Scouting:
         scout = self._run.settings.scout
         if scout is None or not scout.restart:
             return
+        scout = replace(scout, steps=None)  # nobody has asked for rounds of that length here
         try:
             model, left = self.fit_to_scout(scout)
         except (RuntimeError, ValueError):
             return
-        self.again(scout, model, left, brief=True)
+        self.again(scout, model, left, unasked=True)
 
     def interrupt(self, expedition: Expedition) -> None:
         """Everyone comes back in the middle of a round, as before a checkpoint."""
@@ -135,6 +139,7 @@ class Scouting:
         late: bool = False,
         brief: bool = False,
         stuck: bool = False,
+        unasked: bool = False,
     ) -> Expedition:
         """Around what was given; or, in mid-run, around the learning rates of now."""
         run = self._run
@@ -152,6 +157,7 @@ class Scouting:
             late=late,
             brief=brief,
             stuck=stuck,
+            unasked=unasked,
         )
         run.steering.rest()
         return run.expedition
@@ -192,10 +198,10 @@ class Scouting:
             run.begin_anew(cut_short=True)
             self._end_scout(expedition)
             run.write(everything=True)
-            if not (isinstance(problem, Lost) and expedition.late and expedition.scout.restart):
+            if not (expedition.unasked and isinstance(problem, Lost)):
                 raise
-            # Nobody has asked for this one, and the guard goes on.
-            run.warn_once("scout", f"after a change of the data {problem}")
+            run.warn_once("scout", f"{LOOKED}: every learning rate blows up; the guard goes on.")
+            run.write_record(guard_line(run.step, f"{LOOKED}: every one blows up", run.step, None))
             return
         expedition.come_back()
         run.signal.set_out()
@@ -233,7 +239,7 @@ class Scouting:
             run.steering.rescale(begin.factor)
             run.clock.scouted(run.step)
             self._end_scout(expedition)
-        run.write_record(scout_line(run.step, search, peaks, begin))
+        run.write_record(scout_line(run.step, search, peaks, begin, late=expedition.late))
 
     def _advice(self, search: Search, begin: Beginning) -> str:
         """What a person should know who trusts in what was found; nothing if all is well."""
@@ -270,12 +276,15 @@ class Scouting:
     def _begin_or_return(self, expedition: Expedition, begin: Beginning) -> Beginning:
         """Where the given learning rate is to be kept: only what is far from it is a reason not to;
         before anything has gone wrong, only what is far lower."""
-        if not expedition.scout.restart:
+        if not expedition.keeps_the_given:
             return begin
         second, stuck = self.second_start, expedition.stuck
-        is_fault = is_far(begin.factor) and (stuck or begin.factor < 1)
+        exploded = expedition.search.explosion
+        # What is merely worse than none in a few steps is no proof; what explodes is.
+        is_sure = begin.why != NOTHING_FOUND or (exploded is not None and exploded < 1)
+        is_fault = is_sure and is_far(begin.factor) and (stuck or begin.factor < 1)
         can_return = second is not None and second.can_return
-        if (is_fault and begin.why != NOTHING_FOUND) or (stuck and not can_return):
+        if is_fault or (stuck and not can_return):
             if not expedition.late:  # in mid-run the guard knows what is good
                 self._run.seek_refuge()
             self.forget_first_weights()
@@ -285,7 +294,7 @@ class Scouting:
             self.forget_first_weights()
         elif second is not None:
             second.has_just_looked = True
-        return Beginning(1.0, f"{begin.factor:.3g} is no reason to start again")
+        return Beginning(1.0, f"{begin.factor:.3g} times it is no reason to change it")
 
     def forget_first_weights(self) -> None:
         if self.second_start is not None:

@@ -148,31 +148,16 @@ def show(what: Seen, bodies: Sequence[Body]) -> None:
 def _copied(states: Sequence[Mapping[Any, Any]], *, offload: bool = False) -> list[dict[Any, Any]]:
     """What optimizers keep; with `offload` in the memory of the host, else on its device, also if
     it was away. Stacked replicas may share one state: then its copy is shared, too."""
-    found = [t for state in states for value in state.values() for t in _tensors(value)]
-    alike: dict[int, Any] = {}
-    if not offload:
-        alike.update(zip(map(id, found), copies(found), strict=True))
-
-    def moved(entry: Any) -> Any:
-        if isinstance(entry, Away):
-            return entry.come_home()
-        if offload and isinstance(entry, Tensor):
-            return Away.of(entry)
-        return copy.deepcopy(entry, alike)
-
-    def copied(value: Any) -> Any:
-        if id(value) not in alike:
-            is_dict = isinstance(value, dict)
-            made = {k: moved(v) for k, v in value.items()} if is_dict else moved(value)
-            alike[id(value)] = made
-        return alike[id(value)]
-
-    return [{key: copied(value) for key, value in state.items()} for state in states]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The plain ones among the entries of a state: those that can be copied in bulk."""
-    return [t for t in value.values() if type(t) is Tensor] if isinstance(value, dict) else []
+    kept = [value for state in states for value in state.values() if isinstance(value, dict)]
+    entries = {id(entry): entry for value in kept for entry in value.values()}
+    moved: dict[int, Any] = {}
+    if offload:
+        moved = {key: Away.of(e) for key, e in entries.items() if isinstance(e, Tensor)}
+    else:
+        here = {key: e for key, e in entries.items() if type(e) is Tensor}  # the others one by one
+        moved = dict(zip(here, copies(list(here.values())), strict=True))
+        moved |= {key: e.come_home() for key, e in entries.items() if isinstance(e, Away)}
+    return [{k: copy.deepcopy(value, moved) for k, value in state.items()} for state in states]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

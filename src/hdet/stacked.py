@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from hdet.body import check_initialised
-from hdet.bulk import largest, together
+from hdet.bulk import are_finite
 from hdet.dials import remember_copies, sharing_dials
 from hdet.forward import Forward, LossFunction
 from hdet.stacked_optimizer import StackedOptimizer, like
@@ -166,10 +166,7 @@ class StackedReplicas:
         return [description]
 
     def are_finite(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        flat = [tensor.detach() for row in rows for tensor in row]
-        if not flat:
-            return torch.ones(self.size, dtype=torch.bool)
-        return together(largest(flat)).view(self.size, -1).isfinite().all(1)
+        return torch.stack([are_finite(row) for row in rows])
 
     @torch.no_grad()
     def average_(
