@@ -58,29 +58,6 @@ class Slope(NamedTuple):
         return t * (1 - 1 / (4 * max(self.freedom, 1))) / math.sqrt(1 + t * t / (2 * self.freedom))
 
 
-def opposed(slopes: Sequence[Slope | None]) -> list[Slope | None]:
-    """What slopes say against each other: without what they say together, of which each has as
-    much as it says at all. Where all point one way nothing is left, and those that say little move
-    nobody.
-
-    >>> [one.slope for one in opposed([Slope(3.0, 0.1), Slope(-1.0, 0.1)])]
-    [1.5, -1.5]
-    >>> [one.slope for one in opposed([Slope(3.0, 0.1), Slope(0.25, 0.1)])]
-    [0.0, 0.0]
-    """
-    known = [one.slope for one in slopes if one is not None]
-    size = math.fsum(map(abs, known))
-    common = math.fsum(known) / size if size else 0.0
-
-    def left(one: Slope) -> Slope:
-        share = 1 - math.copysign(common, one.slope * common)
-        # What opposes the others weighs more for that, and is no surer.
-        error = None if one.error is None else one.error * max(share, 1.0)
-        return one._replace(slope=share * one.slope, error=error)
-
-    return [None if one is None else left(one) for one in slopes]
-
-
 class Felt(NamedTuple):
     """The mean of the slopes of many cycles, each by its certainty, in which old ones fade."""
 

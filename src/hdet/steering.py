@@ -19,7 +19,7 @@ from hdet.controller import (
     direction,
 )
 from hdet.design import levels
-from hdet.fit import Felt, Noise, Slope, opposed
+from hdet.fit import Felt, Noise, Slope
 from hdet.fit import fit as joint_fit
 from hdet.space import Space
 from hdet.spread import spread_out
@@ -267,15 +267,11 @@ class Steering:
         means = {replica: fmean(row) for replica, row in shown.items()}
         known = [errors[replica] for replica in means] if errors else []
         told = list(means.values())
-        relative = getattr(self._controller, "relative", False)
-        asked = self._opposed(slopes) if relative else slopes
-        moves = [
-            self._move(knob, slope, told, factors, known, pause)
-            for knob, slope, factors in zip(self.knobs, asked, stood, strict=True)
-        ]
-        for knob, slope in zip(self.knobs, slopes, strict=True):
+        moves = []
+        for knob, slope, factors in zip(self.knobs, slopes, stood, strict=True):
+            moves.append(self._move(knob, slope, told, factors, known, pause))
             knob.feel(slope)
-        if relative:
+        if getattr(self._controller, "relative", False):
             moves = self._against_each_other(moves)
         for knob, move in zip(self.knobs, moves, strict=True):
             knob.state = move.state
@@ -328,20 +324,9 @@ class Steering:
             ),
         )
 
-    def _rates(self) -> list[int]:
-        """The places of the learning rates among all knobs."""
-        return [place for place, knob in enumerate(self.knobs) if knob.about.members]
-
-    def _opposed(self, slopes: Sequence[Slope | None]) -> list[Slope | None]:
-        """What all groups want is greed: what they want against each other is left of it."""
-        rates, left = self._rates(), list(slopes)
-        for place, slope in zip(rates, opposed([slopes[p] for p in rates]), strict=True):
-            left[place] = slope
-        return left
-
     def _against_each_other(self, moves: Sequence[Move]) -> list[Move]:
         """The same without what the learning rates of all groups have in common."""
-        rates = self._rates()
+        rates = [place for place, knob in enumerate(self.knobs) if knob.about.members]
         told = list(moves)
         steps = [math.log(moves[p].state.scale / self.knobs[p].state.scale) for p in rates]
         if not any(steps):

@@ -37,8 +37,7 @@ class Tracker:
     """The last share of a run, of known length, in which all replicas use what was found."""
     relative: bool = False
     """Whether the learning rates of groups move against each other alone, and leave their mean to a
-    scout: what is better at once is lower for all of them (docs/settle.md), and what all want moves
-    none."""
+    scout: what is better at once is lower for all of them (docs/settle.md), higher for some."""
 
     def __post_init__(self) -> None:
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
