@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ConstantLR
 
 import hdet
 from hdet.guard import CONVINCED, RELIEF
+from hdet.parameters import Parameters
+from hdet.replicas import OneReplica
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
@@ -280,6 +282,19 @@ def test_states_of_any_kind_come_back_as_they_were(offload: bool) -> None:
         run.step()
     assert run.scheduler.get_knobs() == {"lr/group0": 0.5}
     assert all(type(state) is Named for state in run.optimizer.state.values())
+
+
+def test_states_that_are_views_of_one_another_stay_so() -> None:
+    """As those of an optimizer with one flat buffer."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    flat = torch.zeros(4)
+    optimizer.state[weight] = {"flat": flat, "moment": flat[:2]}
+    parameters = Parameters(optimizer, None, OneReplica())
+    kept = parameters.snapshot()
+    parameters.restore_(kept)
+    optimizer.state[weight]["flat"].fill_(7.0)
+    assert optimizer.state[weight]["moment"].tolist() == [7.0, 7.0]
 
 
 def test_parameters_of_eight_bits_are_guarded() -> None:

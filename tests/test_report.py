@@ -213,6 +213,14 @@ def test_every_search_is_drawn(tmp_path: Path) -> None:
     assert "From here on learning rates are 1 times what they were: 3.96 times it is no" in body
 
 
+def test_a_run_that_is_started_over_has_its_own_scout_alone(tmp_path: Path) -> None:
+    sample = Sample(cycles=3, knobs=("all",), scouted=True)
+    lines = [*sample.lines(), *sample.lines()]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (seen,) = read(tmp_path).scouts
+    assert seen.step == 12
+
+
 def test_one_replica_and_no_exclusion(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", replicas=1, held_out=False, knobs=["all"]))
     assert "No replica was excluded." in body_of(page)

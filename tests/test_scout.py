@@ -102,6 +102,13 @@ def test_what_so_few_steps_choose_stays_away_from_an_explosion(
     assert begin.factor > found.explosion / 46
 
 
+@pytest.mark.parametrize("edge", [2.0, 3.2, 8.0])
+def test_what_is_lost_nearby_does_not_raise_it_again(edge: float) -> None:
+    hasty = Search(hdet.Scout(), num_replicas=8, total_steps=300)
+    hasty.found, hasty.edge, hasty.explosion = 1.5, edge, 72.0
+    assert hasty.begin_with().factor == pytest.approx(72 / 60)
+
+
 @given(st.floats(0.01, 100), st.floats(-50, 50))
 def test_only_differences_count(scale: float, shift: float) -> None:
     def other(shift: float) -> float | None:

@@ -388,7 +388,9 @@ def test_a_look_that_nobody_asked_for_keeps_to_its_share(tmp_path: Path) -> None
     late = LONG - 8 * SYNC
     run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout=scout)
     run.go(LONG)
-    assert lines(tmp_path, "guard")[-1]["factor"] == 32768.0
+    believed, left_out = lines(tmp_path, "guard")[-2:]
+    assert believed["factor"] == 32768.0
+    assert "must fit in its `share`" in left_out["reason"]
     assert looks(tmp_path) == []
 
 
@@ -434,7 +436,9 @@ def test_new_data_shortly_before_the_end_is_not_looked_at(tmp_path: Path) -> Non
     late = LONG - 8 * SYNC
     run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout="restart")
     run.go(LONG)
-    assert lines(tmp_path, "guard")[-1]["factor"] == 32768.0
+    believed, left_out = lines(tmp_path, "guard")[-2:]
+    assert believed["factor"] == 32768.0
+    assert "must fit in its `share`" in left_out["reason"]
     assert looks(tmp_path) == []
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
 

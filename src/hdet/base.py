@@ -64,8 +64,7 @@ class Base:
         return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
 
     def shares(self, total_steps: int | None) -> Shares | None:
-        """The mean of what is left of the schedule and its highest, in units of its peak; none if
-        nobody knows.
+        """The mean of what is left of the schedule and its highest; none if nobody knows.
 
         A copy of it is played to its end, beside the optimizer.
         """

@@ -1,9 +1,12 @@
 """Many tensors in a few launches: one for each would hold up a device that is done sooner."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+AT_ONCE = 1 << 28
+"""So many bytes of memory may be used for a moment, unless a single tensor has more."""
 
 
 @torch.no_grad()
@@ -56,11 +59,27 @@ def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     pairs = list(zip(ones, others, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         return False
-    usual = [pair for pair in pairs if _is_usual(pair[0]) and pair[0].numel()]
     rest = [pair for pair in pairs if not _is_usual(pair[0])]
-    apart = _largest(torch._foreach_sub(*map(list, zip(*usual, strict=True)))) if usual else []
-    is_apart = bool((_together(apart) != 0).any()) if apart else False
-    return not is_apart and all(torch.equal(_as_usual(a), _as_usual(b)) for a, b in rest)
+    apart: list[Tensor] = []
+    for part in _parts([pair for pair in pairs if _is_usual(pair[0]) and pair[0].numel()]):
+        apart += _largest(torch._foreach_sub(*map(list, zip(*part, strict=True))))
+    if apart and bool((_together(apart) != 0).any()):
+        return False
+    return all(torch.equal(_as_usual(a), _as_usual(b)) for a, b in rest)
+
+
+def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Not all at once: their difference takes memory."""
+    part: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for pair in pairs:
+        if part and size + pair[0].nbytes > AT_ONCE:
+            yield part
+            part, size = [], 0
+        part.append(pair)
+        size += pair[0].nbytes
+    if part:
+        yield part
 
 
 def _largest(tensors: Sequence[Tensor]) -> list[Tensor]:

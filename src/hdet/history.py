@@ -301,13 +301,20 @@ class _Reading:
                 # A note may be of an earlier step: a person's remark on what was seen.
                 bisect.insort(self.notes, _note(event), key=lambda note: note.step)
             case "scout":
-                if self.scouts and self.scouts[-1].factor is None:  # a round of the same search
-                    self.scouts.pop()
-                self.scouts.append(_scouted(event))
+                self._take_scout(_scouted(event))
             case "guard":
                 self.rollbacks.append(_rollback(event))
             case None:
                 raise ValueError("no event")
+
+    def _take_scout(self, seen: Scouted) -> None:
+        """Rounds of one search are one; those of a run that was started over here are gone."""
+        last = self.scouts[-1] if self.scouts else None
+        if last is not None and seen.step <= last.step:
+            _cut(self.scouts, seen.step - 1)
+        elif last is not None and last.factor is None and last.late == seen.late:
+            self.scouts.pop()
+        self.scouts.append(seen)
 
     def _drop(self, after: int, cycles_after: int | None = None) -> None:
         before = len(self.cycles) + len(self.converges) + len(self.notes)

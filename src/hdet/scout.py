@@ -39,8 +39,8 @@ FEWEST_STEPS = 4
 LIKELY = 1.5
 """In units of what is needlessly low: what is tried closely lies around it at most, ..."""
 HASTY = 6
-"""... and so does the choice if no round had so many steps: what gains most in five steps is many
-times more than a run can bear."""
+"""... and so does the choice if no round had so many steps, for gradients without noise: what gains
+most in five steps is many times more than a run can bear."""
 NOTHING_FOUND = "nothing was found"
 INTERRUPTED, NO_TIME = "interrupted", "there was no time to look further"
 TOO_LOW = "less is needlessly far below where scores explode"
@@ -488,7 +488,7 @@ class Search:
         if self._is_hasty() and chosen.factor > likely:
             chosen = Beginning(likely, TOO_SHORT)
         limit = self.points[-1].factor if lost is None else lost / 2
-        if chosen.factor > limit / rise:
+        if chosen.factor > max(limit, self.found) / rise:
             chosen = Beginning(max(limit, self.found) / rise, LOST_OR_NOT_TRIED)
         return max(chosen, Beginning(lowest, TOO_LOW), key=lambda begin: begin.factor)
 

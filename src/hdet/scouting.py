@@ -28,6 +28,7 @@ from hdet.scout import (
 from hdet.second_start import SecondStart
 from hdet.stuck import is_far
 
+NO_LOOK = "no other learning rate was tried after a change of the data"
 LOOKED = "after a change of the data other learning rates were tried"
 VOID = "losses were not finite on any replica in a round of the scout that ended"
 
@@ -116,7 +117,9 @@ class Scouting:
         scout = replace(scout, steps=None)  # nobody has asked for rounds of that length here
         try:
             model, left = self.fit_to_scout(scout)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as problem:
+            step = self._run.step
+            self._run.write_record(guard_line(step, f"{NO_LOOK}: {problem}", step, None))
             return
         self.again(scout, model, left, unasked=True)
 
@@ -200,7 +203,8 @@ class Scouting:
             run.write(everything=True)
             if not (expedition.unasked and isinstance(problem, Lost)):
                 raise
-            run.warn_once("scout", f"{LOOKED}: every learning rate blows up; the guard goes on.")
+            run.signal.set_out()
+            run.warn_once("look", f"{LOOKED}: every learning rate blows up; the guard goes on.")
             run.write_record(guard_line(run.step, f"{LOOKED}: every one blows up", run.step, None))
             return
         expedition.come_back()
@@ -231,11 +235,11 @@ class Scouting:
             begin = search.begin_with(peak=peak_of(shares.mean), highest=shares.highest)
             begin = self._begin_or_return(expedition, begin)
             if advice := self._advice(search, begin):
-                run.warn_once(
-                    "scout",
-                    f"the scout {advice} ({search.reason}): the run begins with {begin.factor:.3g} "
-                    "times the given learning rate.",
-                )
+                what = f"begins with {begin.factor:.3g} times the given learning rate"
+                if expedition.late:
+                    what = f"goes on with {begin.factor:.3g} times its learning rate"
+                told = f"the scout {advice} ({search.reason}): the run {what}."
+                run.warn_once(f"scout at {run.step}", told)
             run.steering.rescale(begin.factor)
             run.clock.scouted(run.step)
             self._end_scout(expedition)

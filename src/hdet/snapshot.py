@@ -154,10 +154,17 @@ def _copied(states: Sequence[Mapping[Any, Any]], *, offload: bool = False) -> li
     if offload:
         moved = {key: Away.of(e) for key, e in entries.items() if isinstance(e, Tensor)}
     else:
-        here = {key: e for key, e in entries.items() if type(e) is Tensor}  # the others one by one
+        here = {key: e for key, e in entries.items() if _is_plain(e)}  # the others one by one
         moved = dict(zip(here, copies(list(here.values())), strict=True))
         moved |= {key: e.come_home() for key, e in entries.items() if isinstance(e, Away)}
     return [{k: copy.deepcopy(value, moved) for k, value in state.items()} for state in states]
+
+
+def _is_plain(entry: Any) -> bool:
+    """Whether it is a tensor and nothing else: no view of another, nobody's own kind."""
+    if type(entry) is not Tensor or entry.requires_grad or vars(entry):
+        return False
+    return entry._base is None and entry.untyped_storage().nbytes() == entry.nbytes
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
