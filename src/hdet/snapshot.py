@@ -1,6 +1,7 @@
 """What a run can be taken back to: weights, buffers, optimizer state and random numbers."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -154,17 +155,20 @@ def _copied(states: Sequence[Mapping[Any, Any]], *, offload: bool = False) -> li
     if offload:
         moved = {key: Away.of(e) for key, e in entries.items() if isinstance(e, Tensor)}
     else:
-        here = {key: e for key, e in entries.items() if _is_plain(e)}  # the others one by one
+        plain = {key: e for key, e in entries.items() if _is_plain(e)}
+        owners = Counter(entry.untyped_storage().data_ptr() for entry in plain.values())
+        # The others one by one, and together if they lie in one memory.
+        here = {k: e for k, e in plain.items() if owners[e.untyped_storage().data_ptr()] == 1}
         moved = dict(zip(here, copies(list(here.values())), strict=True))
         moved |= {key: e.come_home() for key, e in entries.items() if isinstance(e, Away)}
     return [{k: copy.deepcopy(value, moved) for k, value in state.items()} for state in states]
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether it is a tensor and nothing else: no view of another, nobody's own kind."""
-    if type(entry) is not Tensor or entry.requires_grad or vars(entry):
+    """Whether it is a tensor and nothing else."""
+    if type(entry) is not Tensor or entry.layout is not torch.strided:
         return False
-    return entry._base is None and entry.untyped_storage().nbytes() == entry.nbytes
+    return not (entry.requires_grad or vars(entry))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
