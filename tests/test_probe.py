@@ -535,5 +535,5 @@ def test_a_score_that_can_be_called_may_look_as_it_likes() -> None:
         functools.partial(lambda x, model, batch=0: 0.0, 1),
         max,
     ):
-        hdet.Probe(score)
-        hdet.Probe(score, [1])
+        assert hdet.Probe(score).score is score
+        assert hdet.Probe(score, [1]).score is score

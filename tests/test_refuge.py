@@ -315,3 +315,6 @@ def test_parameters_of_eight_bits_are_guarded() -> None:
     )
     for _ in range(2 * T):
         run.step()
+    refuge = run.scheduler._run.refuge
+    assert refuge is not None
+    assert refuge.step == 2 * T
