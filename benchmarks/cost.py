@@ -145,28 +145,26 @@ def launched(call: Callable[[], object]) -> int:
 
 
 def counted(task: Task, plan: Plan) -> dict[str, float]:
-    """The same as `measured`, in launches: of a scout, and of a cycle after it."""
+    """Launches of a scout, and what a guarded cycle has beyond a plain one, in % of all."""
 
     def cycle(run: Timed) -> int:
         while run.steps % methods.SYNC_EVERY:
             run.advance()
         return sum(launched(run.advance) for _ in range(methods.SYNC_EVERY))
 
-    numbers: dict[str, float] = {}
-    cycles = plan.steps / methods.SYNC_EVERY
-    for name, how in _kinds(task).items():
+    kinds = _kinds(task)
+    alone = Timed(task, plan, kinds.pop("plain"), fused=True)
+    alone.advance()  # a first step makes the optimizer's state
+    plain = cycle(alone)
+    numbers = {"plain_step": plain / methods.SYNC_EVERY}
+    for name, how in kinds.items():
         run = Timed(task, plan, how, fused=True)
-        scout, steps = launched(run.come_back), run.steps
-        if name == "plain":
-            run.advance()  # whose first step makes its optimizer's state
+        scout = launched(run.come_back)
+        turns = (plan.steps - run.steps) / methods.SYNC_EVERY
         own = cycle(run)
-        if name == "plain":
-            plain = own
-            numbers["plain_step"] = own / methods.SYNC_EVERY
-            continue
-        whole = scout + (plan.steps - steps) / methods.SYNC_EVERY * own
+        whole = scout + turns * own
         numbers[f"{name}_scout_pct"] = 100 * scout / whole
-        numbers[f"{name}_rest_pct"] = 100 * (own - plain) * cycles / whole
+        numbers[f"{name}_rest_pct"] = 100 * turns * (own - plain) / whole
     return numbers
 
 

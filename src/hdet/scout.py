@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from hdet.growth import CALM, Agreement, Tried, grown, least, longer, most
+from hdet.growth import CALM, PLAIN, Agreement, Tried, grown, least, longer, most
 from hdet.validation import check_choice, check_flag, check_integer, check_range
 from hdet.verdict import (
     CLOSELY,
@@ -457,9 +457,9 @@ class Search:
         return LIKELY * least("auto", self._optimizer, explosion) or math.inf
 
     def _is_hasty(self) -> bool:
-        """Whether all rounds were so short that they choose far too high."""
+        """Whether all rounds were so short that they choose far too high. Of SGD nobody knows."""
         close = self._fine_steps() if self._close else 0
-        return max(close, self._coarse_steps) < HASTY
+        return self._optimizer not in PLAIN and max(close, self._coarse_steps) < HASTY
 
     def _floor(self, explosion: float | None) -> float:
         return least(self._rule, self._optimizer, explosion)
