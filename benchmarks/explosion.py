@@ -31,6 +31,7 @@ from benchmarks.methods import (
     Bench,
     N,
     Run,
+    Signal,
     agreed,
     beginning,
     plain,
@@ -48,7 +49,7 @@ ROUNDS = (6, 12)
 SEEDS, GRID_SEEDS = (0, 1, 2), (100, 101)
 STARTS = (1 / 30, 1.0, 30.0)
 """Of a scout, in units of the best learning rate."""
-SIGNALS = ("probe", "losses")
+SIGNALS: tuple[Signal, ...] = ("probe", "losses")
 SMALL = Size(256, 128, 4, 4, 96)
 MIDDLE = {"AdamW": 2e-3, "SGD": 0.4}
 PER_DECADE, DECADES = 3, 8
@@ -137,7 +138,7 @@ def scouts_of(bench: Bench, grid: Sequence[Sequence[float]]) -> dict[str, list[f
     runs = [Run(best_of(grid) * start, seed) for start in STARTS for seed in SEEDS]
     found: dict[str, list[float]] = {}
     for signal in SIGNALS:
-        searches = scouted(bench, runs, probe=signal == "probe", scout=hdet.Scout())
+        searches = scouted(bench, runs, by=signal, scout=hdet.Scout())
         pairs = zip(runs, searches, strict=True)
         found[signal] = [run.lr * beginning(bench, search).factor for run, search in pairs]
     return found

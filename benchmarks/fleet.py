@@ -116,10 +116,12 @@ class Fleet:
         function: Callable[[Any], Tensor],
         *,
         weights: Tensor | None = None,
+        batch: Sequence[Tensor] = (),
         training: bool = False,
         at_once: int = 8,
     ) -> Tensor:
-        """What a function of a model says of every row, with the same data for all."""
+        """What a function of a model says of every row, with the same data for all, or each with
+        its own part of a batch."""
         weights = self.weights if weights is None else weights
         self._module.train(training)
         found = []
@@ -127,7 +129,8 @@ class Fleet:
             part = slice(first, first + at_once)
             buffers = {name: stack[part].clone() for name, stack in self.buffers.items()}
             with self._precision():
-                found.append(self._over_rows(function, weights[part], buffers, ()))
+                own = [value[part] for value in batch]
+                found.append(self._over_rows(function, weights[part], buffers, own))
         self._module.train()
         return torch.cat(found)
 

@@ -10,7 +10,7 @@ that a row ends with the weights of `hdet.HDET` over stacked replicas.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from hdet.clock import Clock
 from hdet.growth import Agreement, peak_of
 from hdet.guard import Watch
 from hdet.knobs import LearningRate, explored_rates
-from hdet.scout import NOTHING_FOUND, Beginning, Search
+from hdet.scout import NOTHING_FOUND, NUM_PARTS, Beginning, Search
 from hdet.steering import Cycle, Steering
 from hdet.stuck import EARLY, SOON, Stuck, is_far, is_late
 from hdet.verdict import points_of
@@ -352,44 +352,67 @@ Look = Callable[[Sequence[Run], Fleet, Rule], None]
 """At the replicas of some runs when a round is over, N rows for each."""
 
 
+Signal = Literal["probe", "losses", "held out"]
+"""What the replicas of a scout are compared by."""
+
+
 def scouted(
     bench: Bench,
     runs: Sequence[Run],
     *,
-    probe: bool,
+    by: Signal,
     scout: hdet.Scout,
     look: Look | None = None,
     since: Sequence[int] | None = None,
     brief: bool = False,
 ) -> list[Search]:
     """Every run's search, to its end; from the first weights, whatever steps were made before."""
-    steps, since, kind = bench.plan.steps, since or [0] * len(runs), bench.plan.optimizer
+    total, since, kind = bench.plan.steps, since or [0] * len(runs), bench.plan.optimizer
     searches = [
-        Search(scout, num_replicas=N, total_steps=steps, optimizer=kind, brief=brief) for _ in runs
+        Search(scout, num_replicas=N, total_steps=total, optimizer=kind, brief=brief) for _ in runs
     ]
-    begins = list(since)
+    held = math.ceil(NUM_PARTS / N) if by == "held out" else 0
+    if held and not searches[0].can_spare(held):
+        by, held = "losses", 0
+    kept = [[begin + step for step in range(held)] for begin in since]
+    """The steps of every run whose batches score its replicas."""
+    for search in searches:
+        search.interrupt(held)
+
+    def sort(place: int) -> tuple[int, int]:
+        """Rounds of one sort are made together."""
+        parts = min(N * len(kept[place]), searches[place].num_parts)
+        return searches[place].num_steps, parts
+
     while pending := [place for place, search in enumerate(searches) if not search.is_over]:
-        fewest = min(searches[place].num_steps for place in pending)
-        pending = [place for place in pending if searches[place].num_steps == fewest]
-        rounds = [searches[place] for place in pending]
+        num_steps, num_parts = first = min(map(sort, pending))
+        pending = [place for place in pending if sort(place) == first]
+        begins = [since[place] + searches[place].used for place in pending]
+        steps = [kept[place] for place in pending]
         scores = _round(
             bench,
             [runs[place] for place in pending],
-            [search.factors for search in rounds],
-            [begins[place] for place in pending],
-            fewest,
-            probe=probe,
+            [searches[place].factors for place in pending],
+            begins,
+            num_steps,
+            score=partial(_scores, bench, by, steps, num_parts),
             look=look,
         )
-        for place, came in zip(pending, scores, strict=True):
-            search = searches[place]
-            search.tell(
-                points_of(search.factors, came.losses, came.errors, came.scores, came.finite),
-                came.agreement,
-                came.outset,
-            )
-            begins[place] = since[place] + search.used
+        for place, begin, came in zip(pending, begins, scores, strict=True):
+            _tell(searches[place], came)
+            if held:
+                kept[place].append(begin)
     return searches
+
+
+def _tell(search: Search, came: "Came") -> None:
+    points = points_of(search.factors, came.losses, came.errors, came.scores, came.finite)
+    outset = came.outset
+    if came.scores is not None and search.outset is not None and outset is not None:
+        # What is held out has become more since; for a probe that is nothing.
+        points = [point.moved(search.outset - outset) for point in points]
+        outset = None
+    search.tell(points, came.agreement, outset)
 
 
 class Came(NamedTuple):
@@ -411,7 +434,7 @@ def _round(
     begins: Sequence[int],
     num_steps: int,
     *,
-    probe: bool,
+    score: "Score",
     look: Look | None = None,
 ) -> list[Came]:
     """One round of every run."""
@@ -444,15 +467,43 @@ def _round(
     finite = fleet.weights.isfinite().all(1).view(-1, N).tolist()
     probed: list[Any] = [None] * len(runs)
     outset: list[Any] = seen[0].double().view(-1, N).mean(1).tolist()
-    if probe:
-        begun = fleet.evaluate(bench.task.probe, weights=begin, training=True)[::N]
-        outset = begun.double().mean(1).tolist()
-        found = fleet.evaluate(bench.task.probe, weights=mean, training=True)
+    found = score(runs, fleet, mean)
+    if found is not None:
+        begun = score(runs, fleet, begin)
+        assert begun is not None
+        outset = begun.double().mean(1)[::N].tolist()
         probed = found.double().view(len(runs), N, -1).tolist()
     if look is not None:
         look(runs, fleet, rule)
     rows = zip(losses, errors, probed, finite, agreements, outset, strict=True)
     return [Came(*row) for row in rows]
+
+
+Score = Callable[[Sequence[Run], Fleet, Tensor], Tensor | None]
+"""The scores of all rows with some weights, [R x N, parts]; none if losses are all there is."""
+
+
+def _scores(
+    bench: Bench,
+    by: Signal,
+    kept: Sequence[Sequence[int]],
+    num_parts: int,
+    runs: Sequence[Run],
+    fleet: Fleet,
+    at: Tensor,
+) -> Tensor | None:
+    """By the probe; or by parts of the batches of some steps, on which no replica has trained."""
+    if by == "losses":
+        return None
+    if by == "probe":
+        return fleet.evaluate(bench.task.probe, weights=at, training=True)
+    batch, scores = bench.task.batches([run.seed for run in runs]), []
+    for part in range(num_parts):
+        steps = torch.tensor([row[part // N] for row in kept], device=fleet.device)
+        own = [value.unflatten(0, (-1, N))[:, part % N] for value in split(batch(steps), N)]
+        same = [value.repeat_interleave(N, 0) for value in own]
+        scores.append(fleet.evaluate(bench.task.loss, weights=at, batch=same, training=True))
+    return torch.stack(scores, 1)
 
 
 def agreed(gradients: Tensor) -> list[Agreement]:
@@ -471,14 +522,14 @@ def set_out(
     bench: Bench,
     runs: Sequence[Run],
     *,
-    probe: bool,
+    by: Signal,
     since: Sequence[int] | None = None,
     brief: bool = False,
     scout: hdet.Scout | None = None,
 ) -> tuple[list[Leg], list[Search]]:
     """What every run begins with after its scout, and how that was found."""
     since, scout = since or [0] * len(runs), scout or hdet.Scout()
-    searches = scouted(bench, runs, probe=probe, scout=scout, since=since, brief=brief)
+    searches = scouted(bench, runs, by=by, scout=scout, since=since, brief=brief)
     legs = []
     for run, search, before in zip(runs, searches, since, strict=True):
         peaks = (run.lr * beginning(bench, search).factor,) * len(bench.task.groups)
@@ -496,12 +547,12 @@ def with_scout(
     bench: Bench,
     runs: Sequence[Run],
     *,
-    probe: bool = True,
+    by: Signal = "probe",
     guard: bool = True,
     scout: hdet.Scout | None = None,
 ) -> list[Ended]:
     """hdet: a scout, then a plain run that a guard looks after."""
-    legs, searches = set_out(bench, runs, probe=probe, scout=scout)
+    legs, searches = set_out(bench, runs, by=by, scout=scout)
     watch = Lookout(hdet.Guard()) if guard else None
     ended = sail(bench, legs, watch=watch)
     notes = [
@@ -528,7 +579,7 @@ def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
 
     A run that its scout would leave as it is goes on here as if nothing had been.
     """
-    legs, looks = set_out(bench, runs, probe=True, brief=True)
+    legs, looks = set_out(bench, runs, by="probe", brief=True)
     watched = []
     for place, (run, search) in enumerate(zip(runs, looks, strict=True)):
         begin = beginning(bench, search)
@@ -540,7 +591,7 @@ def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
     again = [place for place, step in since.items() if step is not None]
     if again:
         steps = [since[place] or 0 for place in again]
-        found, _ = set_out(bench, [runs[place] for place in again], probe=True, since=steps)
+        found, _ = set_out(bench, [runs[place] for place in again], by="probe", since=steps)
         for place, leg in zip(again, found, strict=True):
             legs[place] = leg if is_far(leg.peaks[0] / runs[place].lr) else legs[place]
     watch = Lookout(hdet.Guard())
@@ -957,7 +1008,7 @@ def by_group(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
 
     All of a stack begin when the last has found something. There is no guard.
     """
-    legs, _ = set_out(bench, runs, probe=True)
+    legs, _ = set_out(bench, runs, by="probe")
     found = [Run(leg.peaks[0], leg.seed) for leg in legs]
     return ByGroup(bench, found, max(leg.begin for leg in legs)).train()
 
@@ -983,7 +1034,8 @@ ADAM = ("AdamW",)
 METHODS: dict[str, Method] = {
     "hdet": Method(with_scout, kind="hdet"),
     "hdet, a shorter scout": Method(partial(with_scout, scout=hdet.Scout(share=0.02)), kind="hdet"),
-    "hdet, no probe": Method(partial(with_scout, probe=False), kind="default"),
+    "hdet, no probe": Method(partial(with_scout, by="losses"), kind="default"),
+    "hdet, one device": Method(partial(with_scout, by="held out"), kind="default"),
     "hdet, by group": Method(by_group, rows=N, kind="groups", optimizers=("AdamW",)),
     "hdet, no scout": Method(rescued, kind="guard"),
     "OneCycleLR": Method(plain, kind="plain"),

@@ -109,7 +109,7 @@ def compared(bench: Bench, best: float) -> dict[str, list[float]]:
             camps[run] = Camp([tensor[own].clone() for tensor in tensors_of(fleet, rule)])
 
     runs = [Run(best * start, seed) for start in STARTS for seed in SEEDS]
-    searches = scouted(bench, runs, probe=True, scout=hdet.Scout(), look=look)
+    searches = scouted(bench, runs, by="probe", scout=hdet.Scout(), look=look)
     lrs = shape("one cycle", steps, True).lrs
     begun = []
     for run, search in zip(runs, searches, strict=True):

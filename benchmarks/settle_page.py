@@ -213,6 +213,16 @@ def curves_of(cases: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def scouts_of(found: Mapping[str, Any]) -> str:
+    lines = ["| | mean | 90th percentile | worst | lost | chosen, in units of the best |"]
+    lines.append("|---" * 6 + "|")
+    for name, told in found.items():
+        costs = " | ".join(percent(told[key]) for key in ("mean_pct", "p90_pct", "worst_pct"))
+        chosen = f"{told['lowest_lr']:.2g} to {told['highest_lr']:.2g}"
+        lines.append(f"| {name} | {costs} | {told['lost']} | {chosen} |")
+    return "\n".join(lines)
+
+
 def wrong_of(situations: Mapping[str, Any]) -> str:
     shown = ("fixed, x 0.25", "fixed, x 1", "fixed, x 4", "tracker", "paper")
     lines = [f"| | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|"]
@@ -343,6 +353,7 @@ def page(rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], head: Mapping[s
         default=numbers_of(rows, luck_of(runs), DEFAULT),
         parts=parts_of(rows, runs, _result("rewind")["headline"]),
         trackers=trackers_of(_result("trackers")["tasks"]),
+        scouts=scouts_of(_result("scouts")["headline"]),
         curves=curves_of(_result("curves")["cases"]),
         wrong=wrong_of(_result("wrong")["situations"]),
         table=table_of(rows),

@@ -97,6 +97,7 @@ class Sample:
             "event": "scout",
             "time": 1.7e9,
             "step": 12,
+            "by": "held out",
             "points": points,
             "close": [{"factor": 2.0**p, "score": 3.4 - 0.1 * p, "error": 0.01} for p in range(3)],
             "noise": 2.5,

@@ -22,6 +22,13 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return F.mse_loss(model(x), x.flip(1))
 
 
+class Unheard(hdet.StackedReplicas):
+    """Nobody knows what their losses are made of, like those of processes."""
+
+    def hold_out(self) -> None:
+        return None
+
+
 class SmallRun:
     """One replica alone ("one"), N stacked ones, or this process as one of N under DDP."""
 
@@ -40,8 +47,9 @@ class SmallRun:
         self.ensemble: hdet.StackedReplicas | None = None
         self.optimizer: Any = optimizer
         replicas: Any = None
-        if engine == "stacked":
-            replicas = self.ensemble = hdet.StackedReplicas(model, num)
+        stacked = {"stacked": hdet.StackedReplicas, "unheard": Unheard}
+        if engine in stacked:
+            replicas = self.ensemble = stacked[engine](model, num)
             self.optimizer = self.ensemble.optimizer(optimizer)
         elif engine == "processes":
             self.model = DistributedDataParallel(model)

@@ -316,7 +316,7 @@ def test_a_schedule_that_rises_stays_below_half_of_what_was_lost(
 
 
 def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Path) -> None:
-    Run("stacked", probe=None, record=tmp_path).go(STEPS)
+    Run("unheard", probe=None, record=tmp_path).go(STEPS)
     line = told(tmp_path)
     for replica, point in enumerate(line["points"]):
         model = net()
@@ -355,9 +355,9 @@ def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
 
 def test_by_losses_too_a_resumed_scout_is_the_one_that_went_on() -> None:
     options: Any = {"scout": hdet.Scout(decades=4, steps=6, share=0.5), "probe": None}
-    run = Run("stacked", **options).go(6 + 3)  # in the middle of the second round
+    run = Run("unheard", **options).go(6 + 3)  # in the middle of the second round
     run.scheduler.converge()
-    other = Run("stacked", **options)
+    other = Run("unheard", **options)
     other.bare.load_state_dict(copy.deepcopy(run.bare.state_dict()))
     other.scheduler.load_state_dict(copy.deepcopy(run.scheduler.state_dict()))
     for ours, theirs in zip(run.go(40).vectors(), other.go(40).vectors(), strict=True):
@@ -738,8 +738,9 @@ def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float
 def test_a_bad_batch_is_not_taken_for_the_learning_rate(
     at: int, who: set[int], probe: bool
 ) -> None:
-    clean = struck(0, "stacked", -1, {1}, probe)
-    found = struck(0, "stacked", at, who, probe)
+    engine = "stacked" if probe else "unheard"
+    clean = struck(0, engine, -1, {1}, probe)
+    found = struck(0, engine, at, who, probe)
     assert 1 / 3 < found / clean < 3
 
 

@@ -371,7 +371,7 @@ def small(rank: int | None, what: str) -> tuple[list[Tensor], dict[str, float]]:
     ensemble: hdet.StackedReplicas | None = None
     replicas: Any
     if rank is None:
-        replicas = ensemble = hdet.StackedReplicas(model, 2)
+        replicas = ensemble = small_run.Unheard(model, 2)
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)

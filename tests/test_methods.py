@@ -13,6 +13,7 @@ import hdet
 from benchmarks import methods
 from benchmarks.methods import Bench, Run
 from benchmarks.tasks import Batches, Plan, Task
+from tests.small_run import Unheard
 
 STEPS = 300
 
@@ -102,9 +103,15 @@ def trained(run: Run, ensemble: hdet.StackedReplicas, optimizer: Any, scheduler:
     return float(score(ensemble.consensus()).mean())
 
 
-def by_the_library(kind: str, run: Run, task: Task = TASK, **how: Any) -> float:
+def by_the_library(
+    kind: str,
+    run: Run,
+    task: Task = TASK,
+    engine: type[hdet.StackedReplicas] = hdet.StackedReplicas,
+    **how: Any,
+) -> float:
     net = model(run.seed)
-    ensemble = hdet.StackedReplicas(net, methods.N)
+    ensemble = engine(net, methods.N)
     optimizer = ensemble.optimizer(make_optimizer(kind, net, run.lr, task))
     base = OneCycleLR(optimizer, run.lr, total_steps=STEPS)
     scheduler = hdet.HDET(
@@ -115,17 +122,18 @@ def by_the_library(kind: str, run: Run, task: Task = TASK, **how: Any) -> float:
 
 @pytest.mark.filterwarnings("ignore:the scout found no")
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("probe", [False, True])
-def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:
+@pytest.mark.parametrize("by", ["losses", "held out", "probe"])
+def test_an_hdet_row_is_the_library(kind: str, by: methods.Signal) -> None:
     runs = [Run(0.01, 0), Run(1e-5, 1)]
-    ended = methods.with_scout(bench(kind), runs, probe=probe)
+    ended = methods.with_scout(bench(kind), runs, by=by)
     for run, end in zip(runs, ended, strict=True):
         expected = by_the_library(
             kind,
             run,
             scout=hdet.Scout(),
             guard=hdet.Guard(),
-            probe=score if probe else None,
+            probe=score if by == "probe" else None,
+            engine=Unheard if by == "losses" else hdet.StackedReplicas,
             spread=0.0,
             controller=None,
         )
@@ -136,7 +144,8 @@ def test_an_hdet_row_is_the_library(kind: str, probe: bool) -> None:
 def test_a_row_by_group_is_the_library() -> None:
     run = Run(0.003, 0)
     (end,) = methods.by_group(bench("AdamW", LAYERS), [run])
-    how = {"scout": hdet.Scout(), "probe": score, "knobs": [hdet.lr()], "spread": 1 / 9}
+    how: dict[str, Any] = {"scout": hdet.Scout(), "probe": score}
+    how |= {"knobs": [hdet.lr()], "spread": 1 / 9}
     tracker = hdet.Tracker(relative=True)
     expected = by_the_library("AdamW", run, LAYERS, **how, controller=tracker, design="orthogonal")
     first, last = end.notes["moved"]

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 import hdet
 from hdet.clock import Clock
 from hdet.growth import FAR, FAR_SGD, Agreement, Tried, grown, longer
-from hdet.scout import FINE_STEPS, NO_TIME, SHORT, TOO_LOW, TOO_SHORT, Grid, Lost, Search
+from hdet.scout import (
+    FINE_STEPS,
+    NO_TIME,
+    SHORT,
+    TOO_LOW,
+    TOO_SHORT,
+    Beginning,
+    Grid,
+    Lost,
+    Search,
+)
 from hdet.verdict import Point, Verdict, explosion, judge, points_of, refine
 
 BEST = 0.01
@@ -782,3 +792,52 @@ def test_the_schedule_ends_with_the_run(scouted: int, total: int) -> None:
     assert sum(moves) == total
     assert min(moves) >= 1
     assert max(moves) - min(moves) <= 1
+
+
+def test_from_far_too_high_what_diverges_is_no_noise() -> None:
+    """Losses of a run on feeds from a hundred times the best: but for the lowest all diverge, and
+    their jumps are no noise of it. It went up for more, found nothing and kept what was given."""
+    losses = [2.16, 4.95, 3.63, 1499.0, 2.3e5, 3.6e7, 3.8e8, 1.4e11]
+    errors = [0.1, 2.0, 1.4, 901.0, 1.7e5, 3.0e7, 7.7e10, 1.1e11]
+    search = Search(hdet.Scout(), num_replicas=8, total_steps=1040, optimizer="AdamW")
+    points = points_of(search.factors, losses, errors, None, [True] * 8)
+    assert points[0].error < 2
+    search.tell(points, Agreement(1.0, 0.4), 2.097)
+    assert search.explosion is None  # not yet over: it looks closely, below that
+    assert max(search.factors) < 0.05
+    search.tell([Point(factor, 2.1, 0.1) for factor in search.factors], Agreement(1.0, 0.4), 2.1)
+    assert search.is_over
+    assert search.explosion == pytest.approx(0.145, rel=0.1)
+    assert search.begin_with(peak=2.08).factor < 0.01
+
+
+@pytest.mark.parametrize(("score", "is_known"), [(3.0, True), (-2.0, False)])
+def test_beyond_an_unsure_explosion_it_is_looked_for_unless_more_gains(
+    score: float, is_known: bool
+) -> None:
+    unsure = [Point(1.0, 2.0, 1.0), Point(10.0, 4.5, 2.0)]
+    points = [*unsure, Point(100.0, score, 1.0), Point(1e3, 900.0, 9.0)]
+    found = explosion(points, 2.0, math.inf)
+    assert (found is not None) == is_known
+    assert found is None or 100 < found < 1e3
+
+
+def test_what_close_rounds_do_not_confirm_is_kept_away_from_an_explosion() -> None:
+    def begun(close: Sequence[float], optimizer: str = "AdamW") -> Beginning:
+        search = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer=optimizer)
+        # The best of the sweep lies next to where scores explode.
+        scores = [2.0, 2.0, 1.99, 1.95, 1.9, 1.8, 1.2, 90.0]
+        points = [Point(f, score, 0.01) for f, score in zip(search.factors, scores, strict=True)]
+        search.tell(points, Agreement(1.0, 1.0), 2.0)
+        told = zip(search.factors, close, strict=True)
+        search.tell([Point(f, score, 0.05) for f, score in told], Agreement(1.0, 1.0))
+        assert search.is_over
+        assert search.explosion is not None
+        begin = search.begin_with()
+        return begin._replace(factor=begin.factor / search.explosion)
+
+    flat = begun([2.0, 2.1, 1.95, 2.05, 2.0, 2.1, 1.9, 2.05])
+    assert flat.why == TOO_SHORT
+    assert flat.factor == pytest.approx(1 / 60, rel=1e-6)
+    assert begun([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.5]).why != TOO_SHORT
+    assert begun([2.0] * 8, "SGD").why != TOO_SHORT  # nobody has tried

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.growth import Agreement
+from hdet.held_out import HeldOut
 from hdet.outset import Outset
 from hdet.parameters import Parameters
 from hdet.replicas import Replicas
@@ -37,6 +38,7 @@ class Expedition:
         rates: Sequence[float],
         kind: str,
         shared: bool,
+        probes: bool = False,
         late: bool = False,
         brief: bool = False,
         stuck: bool = False,
@@ -46,7 +48,7 @@ class Expedition:
         optimizer's name, of each replica's own where they have one. `stuck` is why it set out from
         the first weights again; one in mid-run that nobody has asked for is `unasked`."""
         self.scout, self.late, self.stuck, self.unasked = scout, late, stuck, unasked
-        self.rates, self._total = list(rates), total_steps
+        self.rates, self._total, self._probes = list(rates), total_steps, probes
         self.search = Search(
             scout,
             num_replicas=replicas.size,
@@ -60,6 +62,10 @@ class Expedition:
         self._vitals = Vitals()
         self._agreement: Agreement | None = None
         self._outset = Outset(optimizer, model, parameters)
+        self.held_out: HeldOut | None = None
+        """What replicas are compared by where there is no probe, if it is not their losses."""
+        self._was_by: str | None = None
+        """What they were compared by before a resume."""
         replicas.share_gradients(model, False)
 
     @property
@@ -79,9 +85,52 @@ class Expedition:
     def state_dict(self) -> dict[str, Any]:
         """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
         told = {**self.search.state_dict(), "stuck": self.stuck, "unasked": self.unasked}
+        told["by"] = self.by
         if self.late:
             told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return told
+
+    def resume(self, told: Mapping[str, Any]) -> None:
+        self.search.load_state_dict(told)
+        self._was_by = told.get("by") if self.search.outset is not None else None
+
+    @property
+    def by(self) -> str:
+        """What replicas are compared by."""
+        if self._probes:
+            return "probe"
+        return "losses" if self.held_out is None else "held out"
+
+    @property
+    def moves(self) -> bool:
+        """Whether rounds are scored by other batches than those before: then what is gained is all
+        they have in common."""
+        return self.held_out is not None or self._was_by not in (None, self.by)
+
+    def listen_to(self, held: HeldOut | None) -> None:
+        """Compare replicas by what is held out, if there are steps for that."""
+        if held is not None and not self.search.can_spare(held.steps_left):
+            held.close()
+            held = None
+        self.held_out = held
+
+    @property
+    def is_holding_out(self) -> bool:
+        """Whether nobody trains on this step's batch."""
+        return self.held_out is not None and self.held_out.steps_left > 0
+
+    def end_held_out(self) -> None:
+        """A step whose batch is kept; everyone comes back from it."""
+        assert self.held_out is not None
+        self._outset.settle()
+        self.held_out.end_step()
+        self._return_after(1)
+        left = self.held_out.steps_left
+        if left and not self.search.can_spare(left):  # bad batches have used them up
+            left = self.held_out.steps_left = 0
+        if not left and self.held_out.is_empty:
+            self.held_out.close()
+            self.held_out = None
 
     def advance(self, losses: Tensor | None) -> bool:
         """One step further, with these losses; whether the round is over."""
@@ -90,11 +139,18 @@ class Expedition:
         if self._done == 0:  # these gradients are of one place
             norms = self._parameters.gradient_norms()
             self._agreement = None if norms is None else Agreement(*norms)
+            if self.held_out is not None:
+                self.held_out.begin_round()
         self._done += 1
         return self._done >= self.search.num_steps
 
     def steps_left(self) -> int:
         return self.search.num_steps - self._done
+
+    def scores(self, *, alike: bool) -> Tensor:
+        """What every replica scores on the batches that were held out."""
+        assert self.held_out is not None
+        return self.held_out.rows(self.search.num_parts, alike=alike)
 
     def points(self, call: RollCall) -> list[Point]:
         """What every replica has come to in this round."""
@@ -111,26 +167,44 @@ class Expedition:
         before = call.first_loss if call.scores is None else None
         if outset is not None and outset.scores is not None:
             before = fmean(outset.scores[0])
+        known = self.search.outset
+        if self.moves and known is not None and before is not None:
+            points, before = [point.moved(known - before) for point in points], None
         self.search.tell(points, self._agreement, before)
 
     def come_back(self) -> None:
         """To the camp; or to the best replica, if the search is over and that is wanted."""
         best = self._best_replica() if self.search.is_over and not self.scout.rewind else None
         if best is None:
-            self._parameters.restore_(self.camp)
+            self._restore()
         else:
             self._parameters.select_(best)
-        self._done, self._vitals = 0, Vitals()
+        self._begin_again()
 
     def interrupt(self) -> None:
         """Everyone comes back in the middle of a round, which starts again if there is time."""
-        self.search.interrupt(self._done)
-        self._parameters.restore_(self.camp)
+        self._return_after(self._done)
+
+    def _return_after(self, num_steps: int) -> None:
+        self.search.interrupt(num_steps)
+        self._restore()
+        self._begin_again()
+
+    def _restore(self) -> None:
+        # A loop may draw its batches from the random numbers: what is held out must not come again.
+        draws = self.held_out is None or self.search.is_over
+        self._parameters.restore_(self.camp, draws=draws)
+
+    def _begin_again(self) -> None:
         self._done, self._vitals = 0, Vitals()
+        if self.held_out is not None:
+            self.held_out.end_round()
 
     def close(self, *, shared: bool) -> None:
         """Gradients are shared again, if they were."""
         self._outset.close()
+        if self.held_out is not None:
+            self.held_out.close()
         self._replicas.share_gradients(self._model, shared)
 
     def _best_replica(self) -> int | None:
@@ -145,13 +219,15 @@ class Expedition:
 
 
 def scout_line(
-    step: int, search: Search, peaks: Mapping[str, float], begin: Beginning | None, *, late: bool
+    step: int, expedition: Expedition, peaks: Mapping[str, float], begin: Beginning | None
 ) -> dict[str, Any]:
     """What the record says of a round, and of what the run begins with if it was the last."""
+    search = expedition.search
     return {
         "event": "scout",
         "step": step,
-        "late": late,
+        "late": expedition.late,
+        "by": expedition.by,
         "points": [point._asdict() for point in search.points],
         "close": [point._asdict() for point in search.close_points],
         "noise": search.noise,

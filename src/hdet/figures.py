@@ -311,8 +311,16 @@ def _scores(name: str, points: Sequence[tuple[float, float]], place: int) -> Tra
     }
 
 
+COMPARED = {
+    "probe": ", scored by the probe",
+    "held out": ", scored on batches that none of them trained on",
+    "losses": ", and its mean loss in the second half of them",
+}
+
+
 def _scouted(seen: Scouted, unit: float, num_above: int, lost: Sequence[float]) -> str:
-    told = ["Every point is a replica that trained alone for a few steps; lower is better."]
+    how = COMPARED.get(seen.by, "")
+    told = [f"Every point is a replica that trained alone for a few steps{how}; lower is better."]
     if num_above:
         told.append(f"{num_above} of them lie above the frame.")
     if lost:

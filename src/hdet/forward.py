@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hdet.bulk import copies, copy_all
 from hdet.capture import Captured
 from hdet.dials import running
 from hdet.gradients import OwnGradients, SharedGradient, SharedGradients
@@ -25,6 +27,18 @@ Tensors = dict[str, Tensor]
 
 # A captured batch keeps its activations: a few shapes (the last batch of an epoch) and no more.
 MOST_CAPTURED = 4
+
+
+class Call(NamedTuple):
+    """A loop has asked for the losses of all replicas."""
+
+    function: LossFunction
+    parts: Any
+    losses: Tensor
+    dtype: torch.dtype | None
+    """That of autocast, if it was on."""
+    flags: tuple[bool, ...]
+    """Which modules were training."""
 
 
 class Replica:
@@ -51,6 +65,8 @@ class Forward:
     ) -> None:
         self.mode = mode
         self.shares_gradients = True
+        self.listener: WeakMethod[Callable[[Call], None]] | None = None
+        """Who is told of the calls of training, as long as there is somebody."""
         self._modules, self._weights, self._buffers = modules, weights, buffers
         # Copies are nobody else's: to walk through all of them at every step would take longer
         # than to launch a small model.
@@ -71,8 +87,38 @@ class Forward:
         self._functions.clear()
         self._captured.clear()
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self._modules)
+
     def losses(self, function: LossFunction, parts: Any) -> Tensor:
         """The loss of every replica, [N], each on its part of the batch."""
+        losses = self._losses(function, parts)
+        tell = None if self.listener is None else self.listener()
+        if tell is not None and torch.is_grad_enabled() and self._modules[0].training:
+            # Copies: a loop may write every batch to the same place.
+            own = tree_map(_copied, parts)
+            flags = tuple(self._switches()[0])
+            tell(Call(function, own, losses.detach().clone(), self._autocast_dtype(), flags))
+        return losses
+
+    def repeat(self, call: Call, parts: Any) -> Tensor:
+        """The losses of a call with other parts, the way it was made: what was compiled or captured
+        is used again, and a loss that needs gradients itself has them. It leaves no trace."""
+        modules = list(self._modules[0].modules())
+        flags = [module.training for module in modules]
+        kind, is_on = self._device.type, call.dtype is not None
+        try:
+            for module, flag in zip(modules, call.flags, strict=True):
+                module.training = flag
+            with self._undone(), torch.enable_grad(), torch.autocast(kind, call.dtype, is_on):
+                return self._losses(call.function, parts).detach()
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
+            self.follow_the_model()
+
+    def _losses(self, function: LossFunction, parts: Any) -> Tensor:
         self._check_home()
         self.follow_the_model()
         if self.mode == "auto":
@@ -115,7 +161,7 @@ class Forward:
         """Whether the forward makes new buffers instead of changing them: vmap would lose them."""
         module = copy.deepcopy(self._modules[0])
         before = {name: id(buffer) for name, buffer in module.named_buffers()}
-        part = tree_map(lambda value: value[0] if _is_split(value) else value, parts)
+        part = tree_map(lambda value: value[0] if is_split(value) else value, parts)
         with self._undone(), torch.no_grad():
             function(Replica(module, ()), *part)
         return before != {name: id(buffer) for name, buffer in module.named_buffers()}
@@ -130,14 +176,25 @@ class Forward:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What is done inside changes no buffer and no random state."""
-        kept = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        homes = self._homes_of_buffers()
+        buffers = [home[name] for home, name in homes]
+        kept = copies([*self._buffers.values(), *buffers])
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             try:
                 yield
             finally:
-                for name, buffer in kept.items():
-                    self._buffers[name].copy_(buffer)
+                copy_all([*self._buffers.values(), *buffers], kept)
+                for (home, name), buffer in zip(homes, buffers, strict=True):
+                    home[name] = buffer
+
+    def _homes_of_buffers(self) -> list[tuple[dict[str, Any], str]]:
+        """Where modules keep theirs: in a loop they may have made new ones."""
+        modules = self._modules if self.mode == "loop" else ()
+        parts = [part for module in modules for part in module.modules()]
+        return [
+            (p._buffers, name) for p in parts for name, b in p._buffers.items() if b is not None
+        ]
 
     # How -----------------------------------------------------------------------------------------
 
@@ -182,7 +239,7 @@ class Forward:
         streams = self._branches()
         losses = []
         for r, module in enumerate(self._modules):
-            part = tree_map(lambda v, r=r: v[r] if _is_split(v) else v, parts)
+            part = tree_map(lambda v, r=r: v[r] if is_split(v) else v, parts)
             # A compiled function is made for one module; what the others have is handed to it.
             ours = module if self._options is None else self._modules[0]
             buffers = {} if ours is module else {n: b[r] for n, b in self._buffers.items()}
@@ -233,9 +290,11 @@ class Forward:
 
     def _circumstances(self) -> Any:
         """What a captured run has taken for granted."""
+        return self._autocast_dtype(), *map(tuple, self._switches())
+
+    def _autocast_dtype(self) -> torch.dtype | None:
         kind = self._device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return dtype, *map(tuple, self._switches())
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _try_capture(self, function: LossFunction, parts: Any) -> Captured | None:
         if torch.is_autocast_enabled(self._device.type):
@@ -349,15 +408,21 @@ def _vmapped(
         with Vmapped(device_type), running(replica):
             return _one_loss(function(Replica(module, (weights, buffers)), *part))
 
-    dims = tree_map(lambda value: 0 if _is_split(value) else None, parts)
+    dims = tree_map(lambda value: 0 if is_split(value) else None, parts)
     run = vmap(one, in_dims=(0, 0, 0, dims), randomness="different")
     losses: Tensor = run(weights, buffers, replicas, parts)
     return losses
 
 
-def _is_split(value: Any) -> bool:
+def is_split(value: Any) -> bool:
     """Whether replicas get parts of a value; scalars are for all."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _kind(parts: Any) -> Any:

@@ -110,6 +110,8 @@ class Scouted(NamedTuple):
     """Factors and scores around the first choice, in longer rounds."""
     late: bool = False
     """Whether it set out in mid-run, around the learning rate of that moment."""
+    by: str = ""
+    """What replicas were compared by."""
 
 
 class Rollback(NamedTuple):
@@ -498,6 +500,7 @@ def _scouted(event: Mapping[str, Any]) -> Scouted:
         why=_text(event, "why") if "why" in event else "",
         close=_each(event, "close", point),
         late=bool(event.get("late", False)),
+        by=_text(event, "by") if "by" in event else "",
     )
 
 

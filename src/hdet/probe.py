@@ -24,6 +24,8 @@ from hdet.validation import check_choice, check_integer, check_range
 
 SHARE = 0.02
 """What a probe may cost by default, as a share of the cycle's work."""
+TAIL = 0.5
+"""Of a cycle or a round: replicas are scored at the mean of their weights over it."""
 MOST_BATCHES = 8
 MOST_SCORES = 32
 """So many scores of a replica travel; more are averaged in groups."""
@@ -47,7 +49,7 @@ class Probe:
         *,
         num: int | None = None,
         mode: Literal["min", "max"] = "min",
-        tail: float = 0.5,
+        tail: float = TAIL,
     ) -> None:
         if not callable(score):
             raise TypeError(
@@ -238,11 +240,15 @@ def _row(scores: Tensor, mode: str, seen: "Seen", device: torch.device) -> Tenso
     if len(scores) > MOST_SCORES:
         scores = _in_parts(scores, MOST_SCORES)
     scores = scores.to(device) if mode == "min" else -scores.to(device)
+    words = torch.stack([seen.print >> 32, seen.print & 0xFFFFFFFF]).to(scores)
+    return padded(scores, words)
+
+
+def padded(scores: Tensor, words: Tensor) -> Tensor:
+    """A row of scores as it travels: up to its full length, then which batches were scored."""
     padding = scores.new_full((MOST_SCORES - len(scores),), math.nan)
     # A nan among the scores must not look like padding.
-    scores = torch.where(scores.isnan(), math.inf, scores)
-    words = torch.stack([seen.print >> 32, seen.print & 0xFFFFFFFF]).to(scores)
-    return torch.cat([scores, padding, words])
+    return torch.cat([torch.where(scores.isnan(), math.inf, scores), padding, words])
 
 
 def _in_parts(scores: Tensor, num: int) -> Tensor:

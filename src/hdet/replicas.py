@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet.body import WRAPPED
 from hdet.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
+from hdet.held_out import HeldOut
 from hdet.mesh import Switch, ranks_along, reaches, same_replica, wires_of
 from hdet.shards import layout
 from hdet.validation import check_integer, check_names
@@ -94,11 +95,17 @@ class Replicas(Protocol):
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
         """Switch the averaging of gradients over the replicas on or off."""
 
+    def hold_out(self) -> HeldOut | None:
+        """Keep the next batches, to score replicas by them; none where nobody knows batches."""
+
 
 class OneHere:
     """What all engines with one replica in a process have in common, if it is there as a whole."""
 
     parts, part = 1, 0
+
+    def hold_out(self) -> HeldOut | None:
+        return None  # the loop computes losses itself
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]

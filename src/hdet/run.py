@@ -6,7 +6,8 @@ The chapters are `scouting`, `cycle_end` and `meeting`; `scheduler` says when ea
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ class Run:
         modules = [module for module in self.modules if module is not None]
         self.cycle_watch.mark()
         watch = Stopwatch(self.device())
-        with self.parameters.at_tail(), self.hands.at_rest():
+        with self.at_rest():
             rows = score_replicas(
                 probe,
                 modules,
@@ -204,6 +205,13 @@ class Run:
         watch.mark()
         self.probe_watches = {"training": self.cycle_watch, "probe": watch}
         return rows
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside, replicas are as they are scored: at the mean of their last weights, if that is
+        kept, and without what regularises them."""
+        with self.parameters.at_tail(), self.hands.at_rest():
+            yield
 
     def roll_call(
         self, *compare: str, measures: bool = False, probed: Tensor | None = None

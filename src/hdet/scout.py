@@ -46,6 +46,10 @@ INTERRUPTED, NO_TIME = "interrupted", "there was no time to look further"
 TOO_LOW = "less is needlessly far below where scores explode"
 LOST_OR_NOT_TRIED = "more was lost, or not tried"
 TOO_SHORT = "what was found in so few steps is too near to where scores explode"
+NUM_PARTS, MOST_PARTS = 8, 32
+"""Of batches that score replicas, each as large as what one of them trains on."""
+SPARED = 1 / 4
+"""Of the steps that are left over, so many at most are for keeping batches."""
 HOPELESS = 1 / 8
 """Where this share of a learning rate is still too high for a mean one, the schedule is lost."""
 MOST_SWEEPS = 4
@@ -247,6 +251,25 @@ class Search:
         if self._scout.steps is not None:
             return self._scout.steps
         return min(FINE_STEPS, int(self._budget - self._coarse) // self._window.num_rounds)
+
+    @property
+    def _left(self) -> float:
+        """Steps, when it has done what it is about."""
+        rounds = self._rounds if self._rough is None else self._window.num_rounds
+        return self._budget - self.used - (rounds - self._round) * self.num_steps
+
+    def can_spare(self, num_steps: int) -> bool:
+        """Whether that is a small part of what is left."""
+        return not self.is_over and SPARED * self._left >= num_steps
+
+    @property
+    def num_parts(self) -> int:
+        """Of batches that are held out, to score this round by: closely twice as many, or more if
+        there is time for it. A forward takes a third of a step."""
+        if self._rough is None:
+            return NUM_PARTS
+        time_for = int(3 * self._left) // self._window.num_rounds
+        return min(max(time_for, 2 * NUM_PARTS), MOST_PARTS)
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -457,9 +480,13 @@ class Search:
         return LIKELY * least("auto", self._optimizer, explosion) or math.inf
 
     def _is_hasty(self) -> bool:
-        """Whether all rounds were so short that they choose far too high. Of SGD nobody knows."""
-        close = self._fine_steps() if self._close else 0
-        return self._optimizer not in PLAIN and max(close, self._coarse_steps) < HASTY
+        """Whether all rounds were so short that they choose far too high, or close ones have not
+        confirmed what a sweep chose. Of SGD nobody knows."""
+        if self._optimizer in PLAIN:
+            return False
+        if self._close:
+            return self._fine_steps() < HASTY or CLOSELY not in self.reason
+        return self._coarse_steps < HASTY
 
     def _floor(self, explosion: float | None) -> float:
         return least(self._rule, self._optimizer, explosion)

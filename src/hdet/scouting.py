@@ -12,6 +12,7 @@ from hdet.base import Shares
 from hdet.expedition import Expedition, scout_line
 from hdet.growth import peak_of
 from hdet.preset import unfit_for_scouts
+from hdet.probe import TAIL
 from hdet.record import guard_line
 from hdet.roll_call import RollCall
 from hdet.run import Run
@@ -22,7 +23,6 @@ from hdet.scout import (
     Beginning,
     Lost,
     Scout,
-    Search,
     check_room,
 )
 from hdet.second_start import SecondStart
@@ -75,11 +75,10 @@ class Scouting:
             brief=looks,
             stuck=told is not None and told.get("stuck", False),
             unasked=told is not None and told.get("unasked", False),
+            told=told,
         )
-        if told is not None:
-            expedition.search.load_state_dict(told)
-            if expedition.search.is_over:
-                self._conclude(expedition)
+        if expedition.search.is_over:
+            self._conclude(expedition)
 
     def fit_to_scout(self, scout: Scout) -> tuple[nn.Module, int | None]:
         """The model and the steps that are left, if a scout can be made in mid-run."""
@@ -127,11 +126,14 @@ class Scouting:
         """Everyone comes back in the middle of a round, as before a checkpoint."""
         run = self._run
         expedition.interrupt()
-        run.signal.set_out()
-        run.begin_anew(cut_short=True)
+        self._all_are_back()
         if expedition.search.is_over:
             self._conclude(expedition)
         run.write(everything=True)
+
+    def _all_are_back(self) -> None:
+        self._run.signal.set_out()
+        self._run.begin_anew(cut_short=True)
 
     def _explore(
         self,
@@ -143,11 +145,12 @@ class Scouting:
         brief: bool = False,
         stuck: bool = False,
         unasked: bool = False,
+        told: Mapping[str, Any] | None = None,
     ) -> Expedition:
         """Around what was given; or, in mid-run, around the learning rates of now."""
         run = self._run
         rates = run.steering.lrs(run.base.lrs) if late else run.base.peaks
-        run.expedition = Expedition(
+        expedition = run.expedition = Expedition(
             scout,
             run.optimizer,
             model,
@@ -157,33 +160,47 @@ class Scouting:
             rates=rates,
             kind=type(run.optimizers[0]).__name__,
             shared=run.settings.gradients == "shared",
+            probes=run.settings.probe is not None,
             late=late,
             brief=brief,
             stuck=stuck,
             unasked=unasked,
         )
+        if told is not None:
+            expedition.resume(told)
+        if run.settings.probe is None:
+            expedition.listen_to(run.replicas.hold_out())
         run.steering.rest()
-        return run.expedition
+        return expedition
 
     def step(self, expedition: Expedition) -> None:
         run = self._run
         run.step += 1
         run.diverged = True
-        search, probe = expedition.search, run.settings.probe
-        left, losses = expedition.steps_left() - 1, run.signal.last()
-        if probe is not None and left < probe.tail_steps(search.num_steps):
-            run.parameters.add_iterate()
-        if probe is None and left == search.num_steps // 2:
-            run.signal.clear()  # judged by the second half of a round
-        if expedition.advance(losses):
+        if expedition.is_holding_out:
+            expedition.end_held_out()
+            self._all_are_back()
+        elif self._advance(expedition):
             self._end_round(expedition)
         run.write(everything=True)
 
+    def _advance(self, expedition: Expedition) -> bool:
+        """One step of a round; whether it is over."""
+        run, num_steps = self._run, expedition.search.num_steps
+        left, losses = expedition.steps_left() - 1, run.signal.last()
+        probe = run.settings.probe
+        if probe is not None or expedition.held_out is not None:
+            tail = TAIL if probe is None else probe.tail
+            if left < math.ceil(tail * num_steps):
+                run.parameters.add_iterate()
+        elif left == num_steps // 2:
+            run.signal.clear()  # judged by the second half of a round
+        return expedition.advance(losses)
+
     def _end_round(self, expedition: Expedition) -> None:
         run = self._run
-        search = expedition.search
         try:
-            call = self._score_round(search.num_steps)
+            call = self._score_round(expedition)
             if call.scores is None:
                 call.require_losses(run.step)
             points = expedition.points(call)
@@ -208,22 +225,27 @@ class Scouting:
             run.write_record(guard_line(run.step, f"{LOOKED}: every one blows up", run.step, None))
             return
         expedition.come_back()
-        run.signal.set_out()
-        run.begin_anew(cut_short=True)
+        self._all_are_back()
         self._conclude(expedition)
 
-    def _score_round(self, num_steps: int, *, alike: bool = False) -> RollCall:
+    def _score_round(self, expedition: Expedition, *, alike: bool = False) -> RollCall:
+        run = self._run
+        if expedition.held_out is not None:
+            with run.at_rest():
+                return run.roll_call(probed=expedition.scores(alike=alike))
         # The same batches in all rounds.
-        probed = self._run.probe(cycle=0, sync_every=num_steps, fresh=True, alike=alike)
-        return self._run.roll_call(probed=probed)
+        num_steps = expedition.search.num_steps
+        probed = run.probe(cycle=0, sync_every=num_steps, fresh=True, alike=alike)
+        return run.roll_call(probed=probed)
 
     def _score_outset(self, expedition: Expedition, call: RollCall) -> RollCall | None:
-        """By the same batches, once."""
-        if call.scores is None or expedition.search.outset is not None:
+        """By the same batches: once, unless they become more."""
+        known = expedition.search.outset is not None and not expedition.moves
+        if call.scores is None or known:
             return None
         self._run.parameters.forget_iterates()
         with self._run.parameters.visit_snapshot(expedition.camp):
-            return self._score_round(expedition.search.num_steps, alike=True)
+            return self._score_round(expedition, alike=True)
 
     def _conclude(self, expedition: Expedition) -> None:
         """If the search is over, begin the run with what was found."""
@@ -234,7 +256,7 @@ class Scouting:
             shares = self._shares(expedition)
             begin = search.begin_with(peak=peak_of(shares.mean), highest=shares.highest)
             begin = self._begin_or_return(expedition, begin)
-            if advice := self._advice(search, begin):
+            if advice := self._advice(expedition, begin):
                 what = f"begins with {begin.factor:.3g} times the given learning rate"
                 if expedition.late:
                     what = f"goes on with {begin.factor:.3g} times its learning rate"
@@ -243,10 +265,11 @@ class Scouting:
             run.steering.rescale(begin.factor)
             run.clock.scouted(run.step)
             self._end_scout(expedition)
-        run.write_record(scout_line(run.step, search, peaks, begin, late=expedition.late))
+        run.write_record(scout_line(run.step, expedition, peaks, begin))
 
-    def _advice(self, search: Search, begin: Beginning) -> str:
+    def _advice(self, expedition: Expedition, begin: Beginning) -> str:
         """What a person should know who trusts in what was found; nothing if all is well."""
+        search = expedition.search
         if INTERRUPTED in search.reason:
             rest = "try anything" if search.found is None else "look closely"
             cause = "a `converge()` or a bad batch"
@@ -259,7 +282,7 @@ class Scouting:
         if begin.why != NOTHING_FOUND:
             return ""
         found = "found no learning rate to prefer"
-        return found if self._run.settings.probe else f"{found}; a `probe=` tells more than losses"
+        return f"{found}; a `probe=` tells more than losses" if expedition.by == "losses" else found
 
     def start_again(self, second: SecondStart, reason: str, *, for_good: bool) -> None:
         """The run is stuck: scout from its first weights, and see whether its learning rate is the

@@ -14,6 +14,7 @@ from hdet.body import check_initialised
 from hdet.bulk import are_finite
 from hdet.dials import remember_copies, sharing_dials
 from hdet.forward import Forward, LossFunction
+from hdet.held_out import HeldOut
 from hdet.stacked_optimizer import StackedOptimizer, like
 from hdet.stacks import copy_rows_, maximum_of_rows, mean_of_rows, stack
 from hdet.validation import check_choice, check_integer
@@ -195,6 +196,9 @@ class StackedReplicas:
         if shared:  # a loop clears those of its model only
             for module in self._modules[1:]:
                 module.zero_grad()
+
+    def hold_out(self) -> HeldOut | None:
+        return HeldOut(self._forward)
 
     def _guard_checkpoints(self) -> None:
         model = self._modules[0]

@@ -28,6 +28,9 @@ FAINT = 2.5
 """Differences of fewer standard errors than this say nothing."""
 WILD = 3.0
 """What gains nothing may be so many times as noisy as what does: beyond, that is no excuse."""
+DIVERGED = 30.0
+"""What is so many times as noisy as others has diverged: two or three losses may seem ten times as
+noisy as others by chance."""
 CLEAR = 2.2
 """A parabola that is nothing but chance is hardly ever anywhere so many standard errors below a
 reference."""
@@ -51,6 +54,10 @@ class Point(NamedTuple):
     """Its standard error against the others."""
     glitch: bool = False
     """Whether a bad batch may have done it, and not the learning rate."""
+
+    def moved(self, by: float) -> "Point":
+        """The same on other batches, where all scores are higher by so much."""
+        return self if self.score is None else self._replace(score=self.score + by)
 
 
 def points_of(
@@ -138,8 +145,10 @@ def _pooled(losses: Sequence[Sequence[float]], errors: Sequence[float | None]) -
     finite = sorted(
         (*row, error) for row, error in zip(losses, own, strict=True) if _all_finite(row)
     )
-    better = [error for _, error in finite[: (len(finite) + 1) // 2]]  # nothing that diverged
-    common = math.sqrt(fmean(error**2 for error in better)) if better else 0.0
+    better = [error for _, error in finite[: (len(finite) + 1) // 2]]
+    # From far too high even they diverge, but for a few.
+    calm = [error for error in better if error <= DIVERGED * median_low(better)]
+    common = math.sqrt(fmean(error**2 for error in calm)) if calm else 0.0
     return [max(error, common) for error in own]
 
 
@@ -238,13 +247,15 @@ def explosion(points: Sequence[Point], reference: float, gain: float) -> float |
     # twice as high. And where the lowest explodes, the loss grows by design.
     if not any(exploded) or exploded[0]:
         return None
-    place = exploded.index(True)
-    point, excuse = sound[place], _excuse(sound, reference)
-    # Where a loss begins near zero, twice of it may be nothing but hard batches.
-    is_sure = _score(point) - reference > FAINT * min(point.error, excuse)
-    if not is_sure and not all(exploded[place:]):
-        return None
-    return _crossing(sound[place - 1], point, level, min(map(_score, sound)))
+    excuse = _excuse(sound, reference)
+    for place, point in enumerate(sound):
+        is_sure = _score(point) - reference > FAINT * min(point.error, excuse)
+        if exploded[place] and (is_sure or all(exploded[place:])):
+            return _crossing(sound[place - 1], point, level, min(map(_score, sound)))
+        # Where a loss begins near zero, twice of it may be nothing but hard batches.
+        if exploded[place] and _gain_beyond_doubt(sound[place:], reference):
+            return None
+    return None
 
 
 def _blast(reference: float, gain: float) -> float:
@@ -260,6 +271,8 @@ def _crossing(below: Point, point: Point, level: float, lowest: float) -> float:
     if not 0 < low < min(high, level - lowest):
         return below.factor
     rise = math.log(high) - math.log(low)
+    if not rise:  # they are equal but for rounding
+        return below.factor
     share = (math.log(level - lowest) - math.log(low)) / rise
     return float(below.factor ** (1 - share) * point.factor**share)
 
@@ -354,9 +367,13 @@ def _edge(points: Sequence[Point], reference: float) -> float | None:
 
 
 def _excuse(sound: Sequence[Point], reference: float) -> float:
-    """The most noise that counts for a bad score: what diverges is noisy."""
+    """The most noise that counts for a bad score: what diverges is noisy, the lowest the least."""
     calm = [point.error for point in sound if _score(point) <= reference]
-    return WILD * median(calm) if calm else math.inf
+    return WILD * median(calm or [sound[0].error])
+
+
+def _gain_beyond_doubt(points: Sequence[Point], reference: float) -> bool:
+    return any(reference - _score(point) > FAINT * point.error for point in points)
 
 
 def away_from(edge: float | None, factor: float) -> float:
