@@ -289,7 +289,7 @@ def test_a_loop_that_never_ends_its_step_fills_no_memory() -> None:
     ensemble, held = small()
     for _ in range(MOST_CALLS + 2):
         ensemble.losses(loss_of, global_batch(0))
-    assert held._heard is None
+    assert ensemble._forward.listener is None
     held.end_step()
     assert held.is_empty
 
@@ -313,10 +313,12 @@ def test_a_loss_that_differentiates_itself_is_scored_too() -> None:
 
 
 def test_scores_are_made_under_the_autocast_of_the_loop() -> None:
+    """But what that remembers are casts of other weights, in a loop that calls `step()` inside."""
     seen = []
 
     def noted(model: Any, x: Tensor) -> Tensor:
-        seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        is_on, remembers = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        seen.append((is_on and torch.get_autocast_dtype("cpu"), remembers))
         return loss_of(model, x)
 
     ensemble, held = small()
@@ -325,8 +327,9 @@ def test_scores_are_made_under_the_autocast_of_the_loop() -> None:
             ensemble.losses(noted, global_batch(step))
         held.end_step()
     seen.clear()
-    held.rows(NUM_PARTS)
-    assert set(seen) == {torch.bfloat16}
+    with torch.autocast("cpu", torch.float16):
+        held.rows(NUM_PARTS)
+    assert set(seen) == {(torch.bfloat16, False)}
 
 
 def test_a_look_in_mid_run_keeps_batches_of_its_own() -> None:
@@ -526,3 +529,96 @@ def test_nothing_is_kept_for_a_run_that_is_gone() -> None:
     del held
     assert kept() is None
     ensemble.losses(loss_of, global_batch(0))
+
+
+def test_dropout_draws_anew_for_every_part() -> None:
+    """The luck of a replica must not be the same on all of them: that would look like skill."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
+    ensemble = hdet.StackedReplicas(model, 8)
+    held = ensemble.hold_out()
+    assert held is not None
+    x = batch(0, 0).repeat(8, 1)  # all parts are the same
+    ensemble.losses(loss_of, x)
+    held.end_step()
+    rows = held.rows(NUM_PARTS)[:, :NUM_PARTS]
+    assert all(len(set(row.tolist())) == NUM_PARTS for row in rows)
+    again = held.rows(NUM_PARTS)[:, :NUM_PARTS]
+    assert torch.equal(rows, again)  # and no draw is the run's
+
+
+def test_a_loss_that_writes_into_its_batch_changes_nothing_that_is_kept() -> None:
+    def writes(model: Any, x: Tensor) -> Tensor:
+        return loss_of(model, x.mul_(0.5))
+
+    ensemble, held = small()
+    for step in range(KEPT):
+        ensemble.losses(writes, global_batch(step))
+        held.end_step()
+    first = outset_of(held)
+    assert [outset_of(held), outset_of(held)] == [first] * 2
+    with torch.no_grad():
+        parts = [batch(step, r) for step in range(KEPT) for r in range(N)]
+        want = torch.stack([writes(net(), part) for part in parts])
+    assert first == pytest.approx(float(want.mean()), rel=1e-12)
+
+
+def test_what_the_outset_was_scored_by_is_known_after_any_number_of_resumes() -> None:
+    one = run().go(KEPT + STEPS)
+    for _ in range(2):
+        one.scheduler.converge()
+        other = run("unheard")
+        other.bare.load_state_dict(one.bare.state_dict())
+        other.scheduler.load_state_dict(copy.deepcopy(one.scheduler.state_dict()))
+        one = other
+        expedition = one.scheduler._run.expedition
+        assert expedition is not None
+        assert expedition.moves
+
+
+def test_a_loss_that_cannot_be_called_again_is_no_reason_to_stop() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.left: Any = None
+
+        def __call__(self, model: Any, x: Tensor) -> Tensor:
+            next(self.left)
+            return loss_of(model, x)
+
+    once = Once()
+    ensemble = hdet.StackedReplicas(net(), N, mode="loop")
+    model = ensemble.modules(None)[0]
+    optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=LR))
+    base = OneCycleLR(optimizer, LR, total_steps=120)
+    scheduler = hdet.HDET(base, model=model, replicas=ensemble, scout=SCOUT, guard=None)
+    with pytest.warns(UserWarning, match="the scout compares training losses, since"):
+        while scheduler.is_scouting:
+            once.left = iter(range(N))
+            optimizer.zero_grad()
+            losses = ensemble.losses(once, global_batch(scheduler.last_epoch))
+            losses.sum().backward()
+            optimizer.step()
+            scheduler.step(losses.detach())
+    assert scheduler.get_knobs()["lr/group0"] != 1
+
+
+def test_inputs_that_want_gradients_have_them_wherever_scores_are_made() -> None:
+    def sloped(model: Any, x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    ensemble = hdet.StackedReplicas(net(), N, mode="loop")
+    held = ensemble.hold_out()
+    assert held is not None
+    for step in range(KEPT):
+        ensemble.losses(sloped, global_batch(step).requires_grad_())
+        held.end_step()
+    with torch.no_grad():
+        assert held.rows(NUM_PARTS)[:, :NUM_PARTS].isfinite().all()
+
+
+def test_replicas_can_be_copied_while_somebody_listens() -> None:
+    ensemble, held = small()
+    assert copy.deepcopy(ensemble).size == N
+    assert held.is_empty

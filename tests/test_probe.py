@@ -537,3 +537,52 @@ def test_a_score_that_can_be_called_may_look_as_it_likes() -> None:
     ):
         assert hdet.Probe(score).score is score
         assert hdet.Probe(score, [1]).score is score
+
+
+def test_inside_the_autocast_of_a_loop_no_weights_of_before_are_scored() -> None:
+    """It remembers its casts until the loop leaves it, and knows nothing of weights that change."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3, bias=False)
+    ensemble = hdet.StackedReplicas(model, 2, mode="loop")
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    seen = []
+
+    def scored(model: Any) -> Tensor:
+        found: Tensor = model(torch.ones(1, 3)).float().square().mean()
+        seen.append(float(found))
+        return found
+
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer),
+        model=model,
+        replicas=ensemble,
+        probe=hdet.Probe(scored, tail=0.0),
+        gradients="local",
+        sync_every=1,
+        spread=0.5,
+        scout=None,
+        guard=None,
+        controller=hdet.Tracker(),
+    )
+    with torch.autocast("cpu", torch.float16):
+        losses = ensemble.losses(
+            lambda model, x: model(x).float().square().mean(), torch.ones(4, 3)
+        )
+        losses.sum().backward()
+        optimizer.step()
+        want = [
+            float((p.detach().half() @ torch.ones(3).half()).float().square().mean())
+            for module in ensemble.modules(None)
+            for p in module.parameters()
+        ]
+        scheduler.step(losses.detach())
+        assert seen == pytest.approx(want, rel=0.02)
+        optimizer.zero_grad()
+        losses = ensemble.losses(
+            lambda model, x: model(x).float().square().mean(), torch.ones(4, 3)
+        )
+        losses.sum().backward()
+        optimizer.step()
+        with scheduler.consensus(), torch.no_grad():
+            shown = model(torch.ones(1, 3)).float()
+            assert shown.flatten().tolist() == pytest.approx(model.weight.sum(1).tolist(), abs=0.01)

@@ -1,5 +1,6 @@
 """A scout's hands: every replica trains alone with its own learning rate, and comes back."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -65,7 +66,7 @@ class Expedition:
         self.held_out: HeldOut | None = None
         """What replicas are compared by where there is no probe, if it is not their losses."""
         self._was_by: str | None = None
-        """What they were compared by before a resume."""
+        """What they were compared by in the first rounds, if that may be something else."""
         replicas.share_gradients(model, False)
 
     @property
@@ -85,7 +86,7 @@ class Expedition:
     def state_dict(self) -> dict[str, Any]:
         """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
         told = {**self.search.state_dict(), "stuck": self.stuck, "unasked": self.unasked}
-        told["by"] = self.by
+        told["by"] = self._was_by or self.by  # what the outset was scored by
         if self.late:
             told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return told
@@ -129,8 +130,15 @@ class Expedition:
         if left and not self.search.can_spare(left):  # bad batches have used them up
             left = self.held_out.steps_left = 0
         if not left and self.held_out.is_empty:
-            self.held_out.close()
-            self.held_out = None
+            self.go_by_losses()
+
+    def go_by_losses(self) -> None:
+        """From now on, since nothing can be held out."""
+        assert self.held_out is not None
+        if self.search.outset is not None:
+            self._was_by = self._was_by or self.by
+        self.held_out.close()
+        self.held_out = None
 
     def advance(self, losses: Tensor | None) -> bool:
         """One step further, with these losses; whether the round is over."""
@@ -168,7 +176,7 @@ class Expedition:
         if outset is not None and outset.scores is not None:
             before = fmean(outset.scores[0])
         known = self.search.outset
-        if self.moves and known is not None and before is not None:
+        if self.moves and known is not None and before is not None and math.isfinite(before):
             points, before = [point.moved(known - before) for point in points], None
         self.search.tell(points, self._agreement, before)
 

@@ -3,11 +3,11 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
-from weakref import WeakMethod
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,12 @@ class Call(NamedTuple):
     """Which modules were training."""
 
 
+class Listener(Protocol):
+    """Somebody who wants to know of them."""
+
+    def hear(self, call: Call) -> None: ...
+
+
 class Replica:
     """What a loss function gets as its model: something to call."""
 
@@ -65,7 +71,7 @@ class Forward:
     ) -> None:
         self.mode = mode
         self.shares_gradients = True
-        self.listener: WeakMethod[Callable[[Call], None]] | None = None
+        self.listener: ref[Listener] | None = None
         """Who is told of the calls of training, as long as there is somebody."""
         self._modules, self._weights, self._buffers = modules, weights, buffers
         # Copies are nobody else's: to walk through all of them at every step would take longer
@@ -93,25 +99,29 @@ class Forward:
 
     def losses(self, function: LossFunction, parts: Any) -> Tensor:
         """The loss of every replica, [N], each on its part of the batch."""
+        listener = None if self.listener is None else self.listener()
+        if listener is None or not (torch.is_grad_enabled() and self._modules[0].training):
+            return self._losses(function, parts)
+        # Copies: a loop may write every batch to the same place, and a loss into its batch.
+        own, flags = tree_map(copied, parts), tuple(self._switches()[0])
         losses = self._losses(function, parts)
-        tell = None if self.listener is None else self.listener()
-        if tell is not None and torch.is_grad_enabled() and self._modules[0].training:
-            # Copies: a loop may write every batch to the same place.
-            own = tree_map(_copied, parts)
-            flags = tuple(self._switches()[0])
-            tell(Call(function, own, losses.detach().clone(), self._autocast_dtype(), flags))
+        call = Call(function, own, losses.detach().clone(), self._autocast_dtype(), flags)
+        listener.hear(call)
         return losses
 
     def repeat(self, call: Call, parts: Any) -> Tensor:
         """The losses of a call with other parts, the way it was made: what was compiled or captured
-        is used again, and a loss that needs gradients itself has them. It leaves no trace."""
+        is used again, and a loss that needs gradients itself has them. No buffer, flag or gradient
+        is changed by it; random numbers are drawn."""
         modules = list(self._modules[0].modules())
         flags = [module.training for module in modules]
         kind, is_on = self._device.type, call.dtype is not None
+        # Casts that autocast remembers from before would be those of other weights.
+        cast = torch.autocast(kind, call.dtype, is_on, cache_enabled=False)
         try:
-            for module, flag in zip(modules, call.flags, strict=True):
+            for module, flag in zip(modules, call.flags, strict=False):
                 module.training = flag
-            with self._undone(), torch.enable_grad(), torch.autocast(kind, call.dtype, is_on):
+            with self._same_buffers(), torch.enable_grad(), cast:
                 return self._losses(call.function, parts).detach()
         finally:
             for module, flag in zip(modules, flags, strict=True):
@@ -176,17 +186,25 @@ class Forward:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What is done inside changes no buffer and no random state."""
-        homes = self._homes_of_buffers()
-        buffers = [home[name] for home, name in homes]
-        kept = copies([*self._buffers.values(), *buffers])
+        with self.same_draws(), self._same_buffers():
+            yield
+
+    def same_draws(self) -> AbstractContextManager[None]:
+        """What is drawn inside is drawn again after it."""
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            try:
-                yield
-            finally:
-                copy_all([*self._buffers.values(), *buffers], kept)
-                for (home, name), buffer in zip(homes, buffers, strict=True):
-                    home[name] = buffer
+        return torch.random.fork_rng(devices)
+
+    @contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        homes = self._homes_of_buffers()
+        buffers = [*self._buffers.values(), *(home[name] for home, name in homes)]
+        kept = copies(buffers)
+        try:
+            yield
+        finally:
+            copy_all(buffers, kept)
+            for (home, name), buffer in zip(homes, buffers[len(self._buffers) :], strict=True):
+                home[name] = buffer
 
     def _homes_of_buffers(self) -> list[tuple[dict[str, Any], str]]:
         """Where modules keep theirs: in a loop they may have made new ones."""
@@ -419,7 +437,7 @@ def is_split(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)

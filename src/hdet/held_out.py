@@ -6,16 +6,16 @@ scored on the same parts of them.
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hdet.bulk import are_finite
-from hdet.forward import Call, Forward, is_split
+from hdet.forward import Call, Forward, copied, is_split
 from hdet.probe import WORDS, padded
 from hdet.scout import MOST_PARTS, NUM_PARTS
 
@@ -32,14 +32,13 @@ class HeldOut:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._heard: list[Call] | None = None
-        """Of this step, as long as it is listened to."""
+        self._heard: list[Call] = []
+        """Of this step, if it is listened to."""
         self._trained_on: list[Call] = []
         """The first batch of this round."""
         self._steps: list[list[Call]] = []
         self.steps_left = math.ceil(NUM_PARTS / forward.num_replicas)
         """Before there is enough for a first round."""
-        forward.listener = WeakMethod(self._hear)
         self._listen()
 
     def end_step(self) -> None:
@@ -60,7 +59,9 @@ class HeldOut:
         self._listen()
 
     def close(self) -> None:
-        self._forward.listener = None
+        """Listen no longer, unless it is somebody else who does."""
+        if self._forward.listener is not None and self._forward.listener() is self:
+            self._forward.listener = None
 
     @property
     def is_empty(self) -> bool:
@@ -69,33 +70,42 @@ class HeldOut:
     def rows(self, num: int, *, alike: bool = False) -> Tensor:
         """What every replica scores on so many parts at most, as a probe has it. It leaves no trace
         in the run. Those that are `alike` score one part each."""
-        size = self._forward.num_replicas
-        if alike:
-            steps = self._steps[: math.ceil(num / size)]
-            scores = torch.cat([_mean([self._repeat(c) for c in calls]) for calls in steps])[:num]
-            table = scores.expand(size, -1)
-        else:
-            parts = [(calls, place) for calls in self._steps for place in range(size)][:num]
-            lines = [_mean([self._repeat(c, place) for c in calls]) for calls, place in parts]
-            table = torch.stack(lines, 1)
+        with self._forward.same_draws():
+            table = self._own_parts(num) if alike else self._same_parts(num)
         same = table.new_zeros(WORDS)
         return torch.stack([padded(row, same) for row in table])
 
-    def _repeat(self, call: Call, place: int | None = None) -> Tensor:
-        """The loss of every replica on its own part, or on that of one of them."""
-        parts = call.parts if place is None else tree_map(_for_all(place), call.parts)
-        return self._forward.repeat(call, parts)
+    def _own_parts(self, num: int) -> Tensor:
+        """[replicas, parts], where all rows are the same."""
+        size = self._forward.num_replicas
+        lines = [
+            _mean([self._forward.repeat(call, tree_map(copied, call.parts)) for call in calls])
+            for calls in self._steps[: math.ceil(num / size)]
+        ]
+        return torch.cat(lines)[:num].expand(size, -1)
+
+    def _same_parts(self, num: int) -> Tensor:
+        """[replicas, parts]."""
+        places = range(self._forward.num_replicas)
+        parts = [(calls, partial(_for_all, p)) for calls in self._steps for p in places]
+        lines = [
+            _mean([self._forward.repeat(call, tree_map(same, call.parts)) for call in calls])
+            for calls, same in parts[:num]
+        ]
+        return torch.stack(lines, 1)
 
     def _listen(self) -> None:
-        has_enough = len(self._steps) * self._forward.num_replicas >= MOST_PARTS
-        self._heard = None if has_enough else []
+        if len(self._steps) * self._forward.num_replicas < MOST_PARTS:
+            self._forward.listener = ref(self)
 
-    def _hear(self, call: Call) -> None:
-        if self._heard is not None:
-            self._heard = [*self._heard, call] if len(self._heard) < MOST_CALLS else None
+    def hear(self, call: Call) -> None:
+        self._heard.append(call)
+        if len(self._heard) > MOST_CALLS:
+            self._take()
 
     def _take(self) -> list[Call]:
-        calls, self._heard = self._heard or [], None
+        calls, self._heard = self._heard, []
+        self.close()
         return calls
 
     def _keep(self, calls: list[Call]) -> bool:
@@ -109,12 +119,10 @@ def _mean(micro_batches: list[Tensor]) -> Tensor:
     return torch.stack(micro_batches).double().mean(0)
 
 
-def _for_all(place: int) -> Callable[[Any], Any]:
+@torch.no_grad()
+def _for_all(place: int, value: Any) -> Any:
     """The part of one replica for every one; in memory it lies as parts do."""
-
-    def same(value: Any) -> Any:
-        if not is_split(value):
-            return value
-        return torch.empty_like(value).copy_(value[place].expand_as(value))
-
-    return same
+    if not is_split(value):
+        return value
+    same = torch.empty_like(value).copy_(value[place].expand_as(value))
+    return same.requires_grad_(value.requires_grad)

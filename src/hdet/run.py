@@ -211,7 +211,11 @@ class Run:
         """Inside, replicas are as they are scored: at the mean of their last weights, if that is
         kept, and without what regularises them."""
         with self.parameters.at_tail(), self.hands.at_rest():
-            yield
+            torch.clear_autocast_cache()  # of a loop that scores inside it: casts of other weights
+            try:
+                yield
+            finally:
+                torch.clear_autocast_cache()
 
     def roll_call(
         self, *compare: str, measures: bool = False, probed: Tensor | None = None

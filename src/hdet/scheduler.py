@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -160,7 +161,8 @@ class HDET(LRScheduler):
         """Average now, weights and optimizer state alike: what is saved after it is one model.
 
         The losses seen so far in this cycle are dropped, so that the run goes on exactly as one
-        that is resumed from here. All replicas must call it.
+        that is resumed from here (but for a scout that has held batches out, which nobody saves).
+        All replicas must call it.
         """
         run = self._run
         self._refuse_while_visiting("converge()")
@@ -223,6 +225,8 @@ class HDET(LRScheduler):
                     f"{reason}. These are the weights of this replica alone.", stacklevel=3
                 )
             inside.enter_context(run.hands.at_centre(run.other_knobs(), run.step, run.base.momenta))
+            torch.clear_autocast_cache()  # casts of other weights, if a loop evaluates inside it
+            inside.callback(torch.clear_autocast_cache)
             self._visiting = True
             try:
                 yield

@@ -30,6 +30,7 @@ from hdet.stuck import is_far
 
 NO_LOOK = "no other learning rate was tried after a change of the data"
 LOOKED = "after a change of the data other learning rates were tried"
+BY_LOSSES = "the loss function cannot be called again with a batch of before"
 VOID = "losses were not finite on any replica in a round of the scout that ended"
 
 
@@ -230,12 +231,17 @@ class Scouting:
 
     def _score_round(self, expedition: Expedition, *, alike: bool = False) -> RollCall:
         run = self._run
-        if expedition.held_out is not None:
-            with run.at_rest():
-                return run.roll_call(probed=expedition.scores(alike=alike))
         # The same batches in all rounds.
         num_steps = expedition.search.num_steps
         probed = run.probe(cycle=0, sync_every=num_steps, fresh=True, alike=alike)
+        if expedition.held_out is not None:
+            try:
+                with run.at_rest():
+                    probed = expedition.scores(alike=alike)
+            except Exception as problem:  # nobody has asked for that
+                why = f"{BY_LOSSES} ({type(problem).__name__}: {problem})"
+                run.warn_once("held out", f"the scout compares training losses, since {why}.")
+                expedition.go_by_losses()
         return run.roll_call(probed=probed)
 
     def _score_outset(self, expedition: Expedition, call: RollCall) -> RollCall | None:
