@@ -139,7 +139,7 @@ SCRIPT = """
   const plots = read('plots'), palettes = read('palettes');
   const dark = matchMedia('(prefers-color-scheme: dark)');
   const coarse = matchMedia('(pointer: coarse)').matches;
-  const drawn = new Set();
+  const drawn = new Map();
   const tint = name => {
     const [key, alpha] = name.slice(1).split('/');
     const hex = palettes[dark.matches ? 'dark' : 'light'][key];
@@ -164,17 +164,25 @@ SCRIPT = """
     plot.layout.modebar = { bgcolor: 'rgba(0,0,0,0)', color: tint('@soft'),
       activecolor: tint('@ink') };
     const options = { format: 'svg', width: 1200, height: 600, filename: place.dataset.name };
-    Plotly.react(place, plot.data, plot.layout, { ...config, toImageButtonOptions: options });
-    drawn.add(place);
+    const how = { ...config, toImageButtonOptions: options };
+    return Plotly.react(place, plot.data, plot.layout, how);
   };
+  // One after the other: a plot that is drawn again while it is drawn may keep what it had.
+  const drawAgain = place =>
+    drawn.set(place, drawn.get(place).then(() => draw(place), () => draw(place)));
   const watch = new IntersectionObserver(entries => {
     for (const entry of entries)
-      if (entry.isIntersecting) { watch.unobserve(entry.target); draw(entry.target); }
+      if (entry.isIntersecting && !drawn.has(entry.target)) {
+        watch.unobserve(entry.target);
+        drawn.set(entry.target, draw(entry.target));
+      }
   }, { rootMargin: '500px' });
   const places = document.querySelectorAll('.plot');
   places.forEach(place => watch.observe(place));
-  dark.addEventListener('change', () => drawn.forEach(draw));
-  addEventListener('beforeprint', () => places.forEach(p => { if (p.offsetParent) draw(p); }));
+  dark.addEventListener('change', () => [...drawn.keys()].forEach(drawAgain));
+  addEventListener('beforeprint', () => places.forEach(p => {
+    if (p.offsetParent) drawn.set(p, draw(p));
+  }));
   document.querySelectorAll('select[data-panels]').forEach(select => {
     const panels = [...document.getElementById(select.dataset.panels).children];
     const show = () => panels.forEach((panel, i) => { panel.hidden = i !== select.selectedIndex; });
