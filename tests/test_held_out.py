@@ -247,8 +247,8 @@ def test_points_of_other_batches_are_moved_to_those_of_before() -> None:
     assert expedition.search.outset == before - 5.0
 
 
-def small(num: int = N) -> tuple[hdet.StackedReplicas, Any]:
-    ensemble = hdet.StackedReplicas(net(), num)
+def small(mode: Any = "auto") -> tuple[hdet.StackedReplicas, Any]:
+    ensemble = hdet.StackedReplicas(net(), N, mode=mode)
     held = ensemble.hold_out()
     assert held is not None
     return ensemble, held
@@ -301,9 +301,7 @@ def test_a_loss_that_differentiates_itself_is_scored_too() -> None:
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + slope.square().sum()
 
-    ensemble = hdet.StackedReplicas(net(), N, mode="loop")
-    held = ensemble.hold_out()
-    assert held is not None
+    ensemble, held = small("loop")
     for step in range(KEPT):
         ensemble.losses(penalised, global_batch(step))
         held.end_step()
@@ -608,9 +606,7 @@ def test_inputs_that_want_gradients_have_them_wherever_scores_are_made() -> None
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + slope.square().sum()
 
-    ensemble = hdet.StackedReplicas(net(), N, mode="loop")
-    held = ensemble.hold_out()
-    assert held is not None
+    ensemble, held = small("loop")
     for step in range(KEPT):
         ensemble.losses(sloped, global_batch(step).requires_grad_())
         held.end_step()
