@@ -1,0 +1,1 @@
+"""What hdet promises across versions: frozen runs, saved states and record files."""

@@ -1,0 +1,45 @@
+"""Frozen runs are reproduced number by number, and saved runs go on as they did."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contracts import comparison
+from tests.contracts.frozen_runs import (
+    RUNS,
+    STATES,
+    frozen_path,
+    go_on,
+    lighthouse,
+    on_every_process,
+    play_elastic,
+    replay,
+)
+from tests.processes import Processes
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_frozen_run_is_reproduced(name: str, processes: Processes, tmp_path: Path) -> None:
+    comparison.check(comparison.read(frozen_path("run", name)), replay(processes, name, tmp_path))
+
+
+def test_frozen_run_of_torchft_is_reproduced(processes: Processes) -> None:
+    pytest.importorskip("torchft")
+    with lighthouse() as address:
+        told = processes(2, play_elastic, address)
+    comparison.check(comparison.read(frozen_path("run", "torchft")), told)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_saved_state_goes_on_as_before(name: str, processes: Processes) -> None:
+    told = on_every_process(processes, STATES[name].run, go_on, name)
+    comparison.check(comparison.read(frozen_path("state", name)), told)
+
+
+def test_differences_are_found() -> None:
+    want = {"lrs": [1e-14], "losses": [1.0, float("nan")], "reason": "a", "name": "b"}
+    assert list(comparison.differences(want, {**want, "reason": "c"})) == []
+    for changed in ({"lrs": [1.1e-14]}, {"losses": [1.0 + 1e-9, float("nan")]}, {"name": "c"}):
+        assert len(list(comparison.differences(want, {**want, **changed}))) == 1
+    assert len(list(comparison.differences(want, {**want, "more": 1}))) == 1
+    assert len(list(comparison.differences(want, {**want, "lrs": []}))) == 1
