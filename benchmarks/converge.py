@@ -43,7 +43,7 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.multiprocessing.spawn import spawn
 
 from hdet import HDET, PaperController, ProcessReplicas
-from hdet.parameters import Parameters
+from hdet.weights.averaging import ReplicaWeights
 
 Shapes = Sequence[tuple[int, ...]]
 RESULTS = Path(__file__).parent / "results"
@@ -241,7 +241,7 @@ def hdet_converge(shapes: Shapes, place: Place) -> Row:
     model = model_of(shapes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replicas = ProcessReplicas(bucket_bytes=place.settings.bucket_bytes)
-    parameters = Parameters(optimizer, model, replicas)
+    parameters = ReplicaWeights(optimizer, model, replicas)
     everyone = range(place.settings.processes)
 
     def call() -> None:
@@ -256,7 +256,7 @@ def hdet_outer(shapes: Shapes, place: Place) -> Row:
     model = model_of(shapes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replicas = ProcessReplicas(bucket_bytes=place.settings.bucket_bytes)
-    parameters = Parameters(optimizer, model, replicas, OUTER)
+    parameters = ReplicaWeights(optimizer, model, replicas, OUTER)
     everyone = range(place.settings.processes)
     optimizer.step()  # the first of a cycle copies what it sets out from; no gradient, no change
 

@@ -88,9 +88,9 @@ class Timed:
 
     def scout(self) -> float:
         """Until it is over; the seconds it took."""
-        return seconds(self.come_back)
+        return seconds(self.restore)
 
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """From its scout."""
         while self._scheduler.is_scouting:
             self._one_step()
@@ -159,7 +159,7 @@ def counted(task: Task, plan: Plan) -> dict[str, float]:
     numbers = {"plain_step": plain / methods.SYNC_EVERY}
     for name, how in kinds.items():
         run = Timed(task, plan, how, fused=True)
-        scout = launched(run.come_back)
+        scout = launched(run.restore)
         turns = (plan.steps - run.steps) / methods.SYNC_EVERY
         own = cycle(run)
         whole = scout + turns * own

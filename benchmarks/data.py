@@ -155,7 +155,7 @@ def _sheet(path: Path) -> np.ndarray:
 
 
 def _digits(device: torch.device) -> Images:
-    from hdet.digits import Digits
+    from hdet.cli.demo_data import Digits
 
     digits = Digits(device)
     return Images(digits.x[:1200], digits.y[:1200], digits.x[1200:], digits.y[1200:])

@@ -43,7 +43,8 @@ from benchmarks.models import Size
 from benchmarks.regret import loss_at, percent
 from benchmarks.settle import GPT_SIZE, RESULTS, TINY, made_with, plain_json
 from benchmarks.tasks import Plan
-from hdet.verdict import Point, explosion
+from hdet.lr_search.observations import Observation
+from hdet.lr_search.response import divergence_threshold
 
 ROUNDS = (6, 12)
 SEEDS, GRID_SEEDS = (0, 1, 2), (100, 101)
@@ -171,9 +172,11 @@ def best_of(grid: Sequence[Sequence[float]]) -> float:
 
 def explodes_at(told: Mapping[str, Any], num_steps: int) -> float | None:
     scores = [None if s is None or not math.isfinite(s) else s for s in told[f"after {num_steps}"]]
-    points = [Point(lr, score) for lr, score in zip(told["lrs"], scores, strict=True)]
+    points = [Observation(lr, score) for lr, score in zip(told["lrs"], scores, strict=True)]
     known = [score for score in scores if score is not None]
-    return explosion(points, told["outset"], told["outset"] - min(known, default=math.inf))
+    return divergence_threshold(
+        points, told["outset"], told["outset"] - min(known, default=math.inf)
+    )
 
 
 def distance(case: Mapping[str, Any], num_steps: int) -> float:

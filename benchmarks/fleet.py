@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from hdet.vmapped import Vmapped, safe_attention
+from hdet.replicas.stacked.vmap_compat import VmapCompat, safe_attention
 
 Tensors = dict[str, Tensor]
 WARM_UP = 3
@@ -140,7 +140,7 @@ class Fleet:
         kind = self.device.type
 
         def one(weights: Tensors, buffers: Tensors, *part: Tensor) -> Tensor:
-            with Vmapped(kind):
+            with VmapCompat(kind):
                 return function(Bound(self._module, (weights, buffers)), *part)
 
         with safe_attention(kind):

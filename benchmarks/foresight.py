@@ -18,9 +18,19 @@ from typing import Any, NamedTuple
 from benchmarks.methods import N, shape
 from benchmarks.regret import HDET, by, curve_of, loss_at, percent, quantile
 from benchmarks.settle import ENTRIES, RESULTS
-from hdet.growth import Tried, grown, least, longer, peak_of
-from hdet.scout import FINE_STEPS, Scout, coarse_steps
-from hdet.verdict import CLOSELY, Point, explosion, judge, refine
+from hdet.lr_search.constants import REFINE_STEPS
+from hdet.lr_search.observations import Observation
+from hdet.lr_search.plan import sweep_steps
+from hdet.lr_search.reasons import CLOSELY
+from hdet.lr_search.response import divergence_threshold, judge_sweep, refine_choice
+from hdet.lr_search.scout import Scout
+from hdet.lr_search.transfer import (
+    RoundChoice,
+    batch_scaling,
+    extrapolate_to_horizon,
+    lr_floor,
+    peak_over_mean,
+)
 
 
 class Foreseen(NamedTuple):
@@ -46,26 +56,26 @@ def foreseen(runs: Sequence[Mapping[str, Any]], method: str = HDET) -> Iterator[
 
 def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None:
     """As in `Search.begin_with`, from what was recorded."""
-    points = [Point(*point) for point in notes["points"]]
+    points = [Observation(*point) for point in notes["points"]]
     outset = notes.get("outset", min(points).score)
-    rough = judge(points, outset)
+    rough = judge_sweep(points, outset)
     if rough.factor is None or rough.shift:
         return None
-    close = refine([Point(*point) for point in notes["close"]], rough)
+    close = refine_choice([Observation(*point) for point in notes["close"]], rough)
     assert close.factor is not None
-    coarse_length = coarse_steps(Scout(), steps, N)
+    coarse_length = sweep_steps(Scout(), steps, N)
     length = notes["steps"] - coarse_length * _sweeps(len(points))
-    tried = Tried(rough.factor, coarse_length), Tried(close.factor, length)
+    tried = RoundChoice(rough.factor, coarse_length), RoundChoice(close.factor, length)
     found = close
     if CLOSELY in close.reason:
-        found = close._replace(factor=longer(*tried, FINE_STEPS, notes["noise"]))
+        found = close._replace(factor=extrapolate_to_horizon(*tried, REFINE_STEPS, notes["noise"]))
     assert found.factor is not None
     wave = shape("one cycle", steps, True)
-    peak = peak_of(sum(wave.lrs) / steps)
-    wanted = found.factor * grown("auto", optimizer, N, notes["noise"]) * peak
-    highest = max(points).factor if found.edge is None else found.edge / 2
+    peak = peak_over_mean(sum(wave.lrs) / steps)
+    wanted = found.factor * batch_scaling("auto", optimizer, N, notes["noise"]) * peak
+    highest = max(points).factor if found.lowest_lost is None else found.lowest_lost / 2
     gain = rough.reference - min(point.score for point in points if point.score is not None)
-    lowest = least("auto", optimizer, explosion(points, rough.reference, gain)) * peak
+    lowest = lr_floor("auto", optimizer, divergence_threshold(points, rough.reference, gain)) * peak
     return max(min(wanted, highest), found.factor, lowest)
 
 

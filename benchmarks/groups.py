@@ -23,7 +23,8 @@ import torch
 from benchmarks.methods import Bench, Leg, N, sail, shape
 from benchmarks.regret import best_of_grid, by
 from benchmarks.settle import ENTRIES, RESULTS, write_result
-from hdet.verdict import Point, explosion
+from hdet.lr_search.observations import Observation
+from hdet.lr_search.response import divergence_threshold
 
 FACTOR = 4.0
 TRUTH_SEEDS, ROUND_SEEDS, BLAST_SEEDS = range(3), range(12), range(3)
@@ -97,11 +98,11 @@ def explosions(bench: Bench, best: float, group: int | None) -> list[float | Non
     found = []
     for before, row in zip(outset, ended, strict=True):
         points = [
-            Point(factor, score if math.isfinite(score) else None)
+            Observation(factor, score if math.isfinite(score) else None)
             for factor, score in zip(LADDER, row, strict=True)
         ]
         gain = before - min(point.score for point in points if point.score is not None)
-        found.append(explosion(points, before, gain))
+        found.append(divergence_threshold(points, before, gain))
     return found
 
 

@@ -20,14 +20,24 @@ import hdet
 from benchmarks.fleet import Fleet
 from benchmarks.rules import RULES, Greedy, Rule
 from benchmarks.tasks import Batches, Plan, Task
-from hdet.clock import Clock
-from hdet.growth import Agreement, peak_of
-from hdet.guard import Watch
-from hdet.knobs import LearningRate, explored_rates
-from hdet.scout import NOTHING_FOUND, NUM_PARTS, Beginning, Search
-from hdet.steering import Cycle, Steering
-from hdet.stuck import EARLY, SOON, Stuck, is_far, is_late
-from hdet.verdict import points_of
+from hdet.control.knob_bank import KnobBank
+from hdet.control.one_cycle_bounds import OneCycleBounds
+from hdet.control.spike_guard import SpikeMonitor
+from hdet.control.stall_detector import (
+    MAX_CYCLE,
+    MAX_SHARE_OF_RUN,
+    StallDetector,
+    is_far_off,
+    is_too_late_to_restart,
+)
+from hdet.knobs.specs import LearningRate, lr_knobs
+from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
+from hdet.lr_search.estimator import Estimate
+from hdet.lr_search.observations import observations_of_round
+from hdet.lr_search.plan import Search
+from hdet.lr_search.reasons import NOTHING_FOUND
+from hdet.lr_search.transfer import GradientNorms, peak_over_mean
+from hdet.scheduler.schedule_clock import ScheduleClock
 
 N = 8
 SYNC_EVERY = 50
@@ -132,7 +142,7 @@ def _one_cycle(steps: int, cycles_momentum: bool) -> Shape:
 
 def places(steps: int, begin: int) -> list[int]:
     """Where the schedule of a run is that has spent its first steps otherwise."""
-    clock = Clock(0, steps)
+    clock = ScheduleClock(0, steps)
     if begin:
         clock.scouted(begin)
     at = []
@@ -298,7 +308,7 @@ class Lookout:
     def board(self, fleet: Fleet, rule: Rule, legs: Sequence[Leg], steps: int) -> None:
         self._steps = steps
         self._fleet, self._rule, self._legs = fleet, rule, legs
-        self._watches = [Watch(self._guard) for _ in legs]
+        self._watches = [SpikeMonitor(self._guard) for _ in legs]
         self._means = Means(len(legs), fleet.device)
         self._first: list[float] | None = None
         self.scales = torch.ones(len(legs), 1, dtype=fleet.weights.dtype, device=fleet.device)
@@ -332,7 +342,7 @@ class Lookout:
         sound = finite and math.isfinite(loss)
         reason = watch.spiked(loss, error) if sound else watch.lost("not finite")
         if reason is None:
-            self.scales[row] *= watch.relief
+            self.scales[row] *= watch.scale_correction
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 kept[row] = tensor[row]
             return
@@ -371,7 +381,7 @@ def scouted(
     searches = [
         Search(scout, num_replicas=N, total_steps=total, optimizer=kind, brief=brief) for _ in runs
     ]
-    held = math.ceil(NUM_PARTS / N) if by == "held out" else 0
+    held = math.ceil(NUM_HELD_OUT_PARTS / N) if by == "held out" else 0
     if held and not searches[0].can_spare(held):
         by, held = "losses", 0
     kept = [[begin + step for step in range(held)] for begin in since]
@@ -406,13 +416,15 @@ def scouted(
 
 
 def _tell(search: Search, came: "Came") -> None:
-    points = points_of(search.factors, came.losses, came.errors, came.scores, came.finite)
-    outset = came.outset
-    if came.scores is not None and search.outset is not None and outset is not None:
+    points = observations_of_round(
+        search.factors, came.losses, came.errors, came.scores, came.finite
+    )
+    outset = came.start_score
+    if came.scores is not None and search.start_score is not None and outset is not None:
         # What is held out has become more since; for a probe that is nothing.
-        points = [point.moved(search.outset - outset) for point in points]
+        points = [point.shifted_by(search.start_score - outset) for point in points]
         outset = None
-    search.tell(points, came.agreement, outset)
+    search.record_round(points, came.gradient_norms, outset)
 
 
 class Came(NamedTuple):
@@ -422,8 +434,8 @@ class Came(NamedTuple):
     errors: list[float]
     scores: list[list[float]] | None
     finite: list[bool]
-    agreement: Agreement
-    outset: float | None
+    gradient_norms: GradientNorms
+    start_score: float | None
     """The score of the weights that all set out from; by losses, what all saw in a first step."""
 
 
@@ -466,16 +478,16 @@ def _round(
     errors = (jumps / (2 * (num - 1) * num)).sqrt().view(-1, N).tolist()
     finite = fleet.weights.isfinite().all(1).view(-1, N).tolist()
     probed: list[Any] = [None] * len(runs)
-    outset: list[Any] = seen[0].double().view(-1, N).mean(1).tolist()
+    start_score: list[Any] = seen[0].double().view(-1, N).mean(1).tolist()
     found = score(runs, fleet, mean)
     if found is not None:
         begun = score(runs, fleet, begin)
         assert begun is not None
-        outset = begun.double().mean(1)[::N].tolist()
+        start_score = begun.double().mean(1)[::N].tolist()
         probed = found.double().view(len(runs), N, -1).tolist()
     if look is not None:
         look(runs, fleet, rule)
-    rows = zip(losses, errors, probed, finite, agreements, outset, strict=True)
+    rows = zip(losses, errors, probed, finite, agreements, start_score, strict=True)
     return [Came(*row) for row in rows]
 
 
@@ -506,11 +518,11 @@ def _scores(
     return torch.stack(scores, 1)
 
 
-def agreed(gradients: Tensor) -> list[Agreement]:
+def agreed(gradients: Tensor) -> list[GradientNorms]:
     """How far the replicas of every run agree."""
     runs = gradients.double().view(-1, N, gradients.shape[1])
     alone, together = runs.square().sum(2).mean(1), runs.mean(1).square().sum(1)
-    return [Agreement(*pair) for pair in zip(alone.tolist(), together.tolist(), strict=True)]
+    return [GradientNorms(*pair) for pair in zip(alone.tolist(), together.tolist(), strict=True)]
 
 
 def split(batch: Sequence[Tensor], num: int) -> list[Tensor]:
@@ -537,10 +549,10 @@ def set_out(
     return legs, searches
 
 
-def beginning(bench: Bench, search: Search) -> Beginning:
+def beginning(bench: Bench, search: Search) -> Estimate:
     """What a run begins with, in units of what was given."""
     wave = shape("one cycle", bench.plan.steps, True)
-    return search.begin_with(peak=peak_of(sum(wave.lrs) / len(wave.lrs)))
+    return search.estimate(peak=peak_over_mean(sum(wave.lrs) / len(wave.lrs)))
 
 
 def with_scout(
@@ -558,12 +570,12 @@ def with_scout(
     notes = [
         {
             "points": [list(point) for point in search.points],
-            "close": [list(point) for point in search.close_points],
+            "close": [list(point) for point in search.refined_observations],
             "noise": search.noise,
-            "outset": search.outset,
+            "outset": search.start_score,
             "steps": search.used,
-            "edge": search.edge,
-            "explosion": search.explosion,
+            "edge": search.lowest_lost,
+            "explosion": search.divergence,
             "found": search.found,
             "reason": search.reason,
             "returns": watch.returns[row] if watch is not None else 0,
@@ -583,7 +595,7 @@ def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
     watched = []
     for place, (run, search) in enumerate(zip(runs, looks, strict=True)):
         begin = beginning(bench, search)
-        if not is_far(begin.factor) or begin.factor > 1 or begin.why == NOTHING_FOUND:
+        if not is_far_off(begin.factor) or begin.factor > 1 or begin.why == NOTHING_FOUND:
             watched.append(place)
             legs[place] = legs[place]._replace(peaks=(run.lr,) * len(legs[place].peaks))
     stuck = stuck_at(bench, legs) if watched else []  # a single row has no rule for vmap
@@ -593,7 +605,7 @@ def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
         steps = [since[place] or 0 for place in again]
         found, _ = set_out(bench, [runs[place] for place in again], by="probe", since=steps)
         for place, leg in zip(again, found, strict=True):
-            legs[place] = leg if is_far(leg.peaks[0] / runs[place].lr) else legs[place]
+            legs[place] = leg if is_far_off(leg.peaks[0] / runs[place].lr) else legs[place]
     watch = Lookout(hdet.Guard())
     ended = sail(bench, legs, watch=watch)
     notes = [
@@ -607,10 +619,10 @@ def stuck_at(bench: Bench, runs: Sequence[Leg]) -> list[int | None]:
     """The step at which each run is found to be stuck; none for one that is not."""
     found: list[int | None] = [None] * len(runs)
     fleet = bench.fleet([run.seed for run in runs], capture=False)
-    rule, watches = bench.rule(fleet), [Stuck() for _ in runs]
+    rule, watches = bench.rule(fleet), [StallDetector() for _ in runs]
     course = Course(runs, "one cycle", bench.plan.steps, rule)
     batch, means = bench.task.batches([run.seed for run in runs]), Means(len(runs), fleet.device)
-    for now in range(min(EARLY * SYNC_EVERY, bench.plan.steps // SOON)):
+    for now in range(min(MAX_CYCLE * SYNC_EVERY, bench.plan.steps // MAX_SHARE_OF_RUN)):
         losses = fleet.losses(*batch(course.steps[now]))
         rule.step(course.lrs[now], course.momenta[now])
         means.add(losses)
@@ -622,7 +634,9 @@ def stuck_at(bench: Bench, runs: Sequence[Leg]) -> list[int | None]:
         finite = fleet.weights.isfinite().all(1).tolist() if ends else []
         for row, (loss, error) in zip(ends, means.end(ends), strict=True):
             cycle = now // SYNC_EVERY  # those that have ended before
-            if found[row] is not None or is_late(cycle, steps[row], bench.plan.steps):
+            if found[row] is not None or is_too_late_to_restart(
+                cycle, steps[row], bench.plan.steps
+            ):
                 continue
             if now + 1 < SYNC_EVERY:  # what a look has left of its first cycle
                 continue
@@ -702,7 +716,7 @@ def greedy(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
     for now in range(bench.plan.steps):
         losses = fleet.losses(*batch(steps + now))
         rule.step(scheduler.lrs, momenta)
-        scheduler.tell(losses)
+        scheduler.record_round(losses)
         highest = torch.maximum(highest, scheduler.lrs)
         average.add(sails)
     pairs = both(bench, fleet, fleet.weights, average)
@@ -902,7 +916,7 @@ class Steered(Crowd):
             captain.start_if_due(begin, self._base_lrs(run, begin))
             captain.fan_out()
 
-    def captain(self, run: Run) -> Steering:
+    def captain(self, run: Run) -> KnobBank:
         raise NotImplementedError
 
     def scores(self) -> list[Any]:
@@ -931,7 +945,7 @@ class Steered(Crowd):
         for run, captain, row, told in rows:
             if not all(map(math.isfinite, row)):
                 continue  # shared gradients: all are lost at once
-            captain.steer(row, range(N), scores=told)
+            captain.move_knobs(row, range(N), scores=told)
             captain.cycle += 1
             captain.start_if_due(step, self._base_lrs(run, step))
             captain.fan_out()
@@ -945,17 +959,17 @@ class Steered(Crowd):
 class Paper(Steered):
     """The paper's preset: a spread of 1/9, its controller after the warm-up."""
 
-    def captain(self, run: Run) -> Steering:
+    def captain(self, run: Run) -> KnobBank:
         groups, steps = self.bench.task.groups, self.bench.plan.steps
-        return Steering(
-            explored_rates((LearningRate(),), groups, 1 / 9),
+        return KnobBank(
+            lr_knobs((LearningRate(),), groups, 1 / 9),
             num_replicas=N,
             design="permutation",
             sync_every=SYNC_EVERY,
             seed=0,
             controller=hdet.PaperController(warmup_steps=math.ceil(0.3 * steps)),
             total_steps=steps,
-            takes_over=Cycle([run.lr] * len(groups), [run.lr / 25e4] * len(groups)),
+            one_cycle=OneCycleBounds([run.lr] * len(groups), [run.lr / 25e4] * len(groups)),
         )
 
 
@@ -970,10 +984,10 @@ class Tracked(Steered):
         self._iterates = torch.zeros_like(self.fleet.weights)
         self._num_iterates = 0
 
-    def captain(self, run: Run) -> Steering:
+    def captain(self, run: Run) -> KnobBank:
         knob = LearningRate(shared=self.shared)
-        return Steering(
-            explored_rates((knob,), self.bench.task.groups, 1 / 9),
+        return KnobBank(
+            lr_knobs((knob,), self.bench.task.groups, 1 / 9),
             num_replicas=N,
             design="orthogonal",
             sync_every=SYNC_EVERY,

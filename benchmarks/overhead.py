@@ -52,8 +52,8 @@ import hdet
 from benchmarks import converge
 from benchmarks.models import GPT, GPT2_SMALL, SMALL_GPT, Size, gpt_loss
 from benchmarks.settle import RESULTS, made_with, plain_json, write_result
-from hdet.knobs import LearningRate, explored_rates
-from hdet.steering import Steering
+from hdet.control.knob_bank import KnobBank
+from hdet.knobs.specs import LearningRate, lr_knobs
 
 PROCESSES, STACKED, CYCLE, FEW_STEPS = 2, 8, 10, 3
 LENGTHS = (10, 100, 1000)
@@ -426,8 +426,8 @@ def gpu_numbers(told: dict[str, Any]) -> dict[str, float]:
 def decision(num_replicas: int, num_knobs: int, times: int) -> float:
     """Seconds from the scores of a probe to the moves of all knobs."""
     names = [f"group{place}" for place in range(num_knobs)]
-    steering = Steering(
-        explored_rates((LearningRate(),), names, 0.1),
+    knob_bank = KnobBank(
+        lr_knobs((LearningRate(),), names, 0.1),
         num_replicas=num_replicas,
         design="orthogonal",
         sync_every=CYCLE,
@@ -435,14 +435,14 @@ def decision(num_replicas: int, num_knobs: int, times: int) -> float:
         controller=hdet.Tracker(),
         total_steps=None,
     )
-    steering.start_if_due(0, [0.1] * num_knobs)
+    knob_bank.start_if_due(0, [0.1] * num_knobs)
     draw, taken, everyone = random.Random(0), [], range(num_replicas)
     losses, errors = [2.0] * num_replicas, [0.01] * num_replicas
     for _ in range(times):
-        steering.fan_out()
+        knob_bank.fan_out()
         scores = [[draw.gauss(2.0, 0.01) for _ in range(8)] for _ in everyone]
-        taken.append(seconds(partial(steering.steer, losses, everyone, errors, scores)))
-        steering.cycle += 1
+        taken.append(seconds(partial(knob_bank.move_knobs, losses, everyone, errors, scores)))
+        knob_bank.cycle += 1
     return median(taken)
 
 

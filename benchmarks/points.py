@@ -26,7 +26,7 @@ import hdet
 from benchmarks.converge import Shapes, model_of, num_bytes
 from benchmarks.models import GPT, Size, gpt_loss
 from benchmarks.overhead import decision, seconds
-from hdet.parameters import Parameters
+from hdet.weights.averaging import ReplicaWeights
 
 Point = dict[str, float]
 TENSOR = 1_000_000
@@ -137,7 +137,7 @@ def wire(size: int, rounds: int) -> Point:
     flat = torch.full((num_bytes(shapes) // 4,), 1e-37)  # it grows at every call
     model = model_of(shapes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parameters = Parameters(optimizer, model, hdet.ProcessReplicas())
+    parameters = ReplicaWeights(optimizer, model, hdet.ProcessReplicas())
     everyone = range(dist.get_world_size())
 
     def converge() -> None:

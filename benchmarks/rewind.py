@@ -25,8 +25,8 @@ from benchmarks.methods import Bench, Leg, N, Run, places, sail, scouted, shape
 from benchmarks.regret import best_of_grid, by
 from benchmarks.rules import Rule
 from benchmarks.settle import ENTRIES, RESULTS, write_result
-from hdet.growth import peak_of
-from hdet.scout import Search
+from hdet.lr_search.plan import Search
+from hdet.lr_search.transfer import peak_over_mean
 
 SEEDS, STARTS = range(6), (1.0, 0.1)
 ROWS = 48
@@ -67,10 +67,10 @@ def tensors_of(fleet: Fleet, rule: Rule) -> list[Tensor]:
 
 def gained(search: Search) -> dict[int, float]:
     """How much every replica of the last round that is better off has gained."""
-    seen = {point.factor: point.score for point in [*search.points, *search.close_points]}
-    assert search.outset is not None
+    seen = {point.factor: point.score for point in [*search.points, *search.refined_observations]}
+    assert search.start_score is not None
     gains = {
-        replica: search.outset - score
+        replica: search.start_score - score
         for replica, factor in enumerate(search.last_factors)
         if (score := seen[factor]) is not None
     }
@@ -113,7 +113,7 @@ def compared(bench: Bench, best: float) -> dict[str, list[float]]:
     lrs = shape("one cycle", steps, True).lrs
     begun = []
     for run, search in zip(runs, searches, strict=True):
-        lr = run.lr * search.begin_with(peak=peak_of(sum(lrs) / steps)).factor
+        lr = run.lr * search.estimate(peak=peak_over_mean(sum(lrs) / steps)).factor
         begun.append(Leg(run.seed, (lr,) * groups, search.used))
     for how, choose in GOING_ON.items():
         starts = [

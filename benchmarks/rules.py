@@ -215,7 +215,7 @@ class Greedy:
         self._best = torch.full_like(lrs[:, :1], math.inf)
         self._good, self._bad = torch.zeros_like(self._best), torch.zeros_like(self._best)
 
-    def tell(self, losses: Tensor) -> None:
+    def record_round(self, losses: Tensor) -> None:
         better = losses[:, None] < self._best - self.threshold
         self._best = torch.where(better, losses[:, None], self._best)
         self._good = torch.where(better, self._good + 1, 0)

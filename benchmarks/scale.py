@@ -24,7 +24,7 @@ import torch
 from benchmarks import points, scale_page
 from benchmarks.points import Point
 from benchmarks.settle import RESULTS, made_with, plain_json
-from hdet.buckets import SLOTS
+from hdet.tensors.buckets import SLOTS
 
 CORES = 16
 """Of the machine on which the points were measured."""

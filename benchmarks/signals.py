@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import hdet
 from benchmarks import data
 from benchmarks.models import GPT, ConvNet, Size, gpt_loss, image_loss
-from hdet.design import levels
+from hdet.control.assignment import levels
 
 RESULTS = Path(__file__).parent / "results"
 N = 8

@@ -85,9 +85,11 @@ def main() -> None:
                 f"{name} {value:.3g}" for name, value in scheduler.get_knobs().items()
             )
             print(f"step {step + 1:4d}  loss {loss:.3f}  accuracy {accuracy:.3f}  {found}")
-    for name, felt in scheduler.sensitivity().items():
-        low, high = felt.interval
-        print(f"d loss / d {name}: {felt.slope:+.4f}, 95 % between {low:+.4f} and {high:+.4f}")
+    for name, recent_slope in scheduler.sensitivity().items():
+        low, high = recent_slope.interval
+        print(
+            f"d loss / d {name}: {recent_slope.slope:+.4f}, 95 % between {low:+.4f} and {high:+.4f}"
+        )
     share = scheduler.probe_share()
     told = "" if share is None else f"; the probe took {100 * share:.1f} % of the last probed cycle"
     print(f"record in {arguments.out}; hdet report {arguments.out} draws it{told}")

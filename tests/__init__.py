@@ -1,1 +1,1 @@
-"""Tests: one file per room of the library, plus the reference they are measured against."""
+"""Tests: the tree of the package mirrored, `contracts` over several packages, and the reference."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hdet.spread import spread_out
+from hdet.control.assignment import spread_out
 
 Line = dict[str, Any]
 SPREAD = 1 / 9

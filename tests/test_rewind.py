@@ -8,8 +8,8 @@ import torch
 import hdet
 from benchmarks import confirm, rewind
 from benchmarks.methods import Leg
-from hdet.scout import Search
-from hdet.verdict import Point
+from hdet.lr_search.observations import Observation
+from hdet.lr_search.plan import Search
 from tests.test_methods import bench
 
 
@@ -39,8 +39,8 @@ def test_runs_go_on_from_the_weights_they_are_given() -> None:
 def test_those_that_gained_are_chosen_from() -> None:
     search = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     while not search.is_over:
-        points = [Point(f, 2.0 - min(f, 3.0) + (f / 10) ** 2) for f in search.factors]
-        search.tell(points, None, 2.0)
+        points = [Observation(f, 2.0 - min(f, 3.0) + (f / 10) ** 2) for f in search.factors]
+        search.record_round(points, None, 2.0)
     gains = rewind.gained(search)
     assert set(gains) <= set(range(8))
     assert all(gain > 0 for gain in gains.values())

@@ -92,6 +92,6 @@ def test_a_row_moves_as_the_optimizer_itself(name: str) -> None:
         getattr(optimizer, "eval", lambda: None)()
     row = rule.answer() if name == "Schedule-Free AdamW" else fleet.weights
     expected = torch.stack([fleet.layout.row(model) for model in models])
-    moved = (expected - torch.stack([fleet.layout.row(make_model(s)) for s in (0, 1)])).norm()
-    assert moved > 1e-3
+    shifted_by = (expected - torch.stack([fleet.layout.row(make_model(s)) for s in (0, 1)])).norm()
+    assert shifted_by > 1e-3
     torch.testing.assert_close(row, expected, rtol=1e-7, atol=1e-9)

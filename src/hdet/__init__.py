@@ -4,35 +4,44 @@ Words: a *replica* trains with its own learning rate; a *cycle* is the `sync_eve
 two converges; the *spread* gives each replica its *multiplier*; the *scale* is the centre of the
 spread in units of the *base* schedule; *factor* = scale x multiplier; the *consensus* is the mean
 of the replicas' weights.
+
+Public names are loaded when they are used, so that `import hdet` is quick and the packages without
+torch can be imported where torch is not installed.
 """
 
-from hdet.checkpoint import load_checkpoint, save_checkpoint
-from hdet.controller import PaperController
-from hdet.dials import Dial
-from hdet.elastic import TorchftReplicas
-from hdet.guard import Guard, ReplicasLost
-from hdet.knobs import (
-    Knob,
-    attention_temperature,
-    betas,
-    dropout,
-    eps,
-    gradient_clip,
-    label_smoothing,
-    lr,
-    momentum,
-    weight_decay,
-)
-from hdet.one_cycle import OneCycleHDET
-from hdet.parameters import perturb_
-from hdet.probe import Probe
-from hdet.replay import Replay
-from hdet.replicas import ProcessReplicas
-from hdet.scheduler import HDET
-from hdet.scout import Scout
-from hdet.stacked import StackedReplicas
-from hdet.tracker import Tracker
-from hdet.version import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hdet._version import __version__
+
+if TYPE_CHECKING:
+    from hdet.checkpoint import load_checkpoint, save_checkpoint
+    from hdet.control.paper import PaperController
+    from hdet.control.replica_health import ReplicasLost
+    from hdet.control.spike_guard import Guard
+    from hdet.control.tracker import Tracker
+    from hdet.knobs.dial import Dial
+    from hdet.knobs.library import (
+        attention_temperature,
+        betas,
+        dropout,
+        eps,
+        gradient_clip,
+        label_smoothing,
+        lr,
+        momentum,
+        weight_decay,
+    )
+    from hdet.knobs.specs import Knob
+    from hdet.lr_search.scout import Scout
+    from hdet.records.replay import Replay
+    from hdet.replicas.process import ProcessReplicas
+    from hdet.replicas.stacked.replicas import StackedReplicas
+    from hdet.replicas.torchft import TorchftReplicas
+    from hdet.scheduler.hdet import HDET
+    from hdet.scheduler.one_cycle import OneCycleHDET
+    from hdet.signals.probe import Probe
+    from hdet.weights.perturb import perturb_
 
 __all__ = [
     "HDET",
@@ -63,3 +72,46 @@ __all__ = [
     "save_checkpoint",
     "weight_decay",
 ]
+
+_MODULES = {
+    "hdet.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "hdet.control.paper": ("PaperController",),
+    "hdet.control.replica_health": ("ReplicasLost",),
+    "hdet.control.spike_guard": ("Guard",),
+    "hdet.control.tracker": ("Tracker",),
+    "hdet.knobs.dial": ("Dial",),
+    "hdet.knobs.library": (
+        "attention_temperature",
+        "betas",
+        "dropout",
+        "eps",
+        "gradient_clip",
+        "label_smoothing",
+        "lr",
+        "momentum",
+        "weight_decay",
+    ),
+    "hdet.knobs.specs": ("Knob",),
+    "hdet.lr_search.scout": ("Scout",),
+    "hdet.records.replay": ("Replay",),
+    "hdet.replicas.process": ("ProcessReplicas",),
+    "hdet.replicas.stacked.replicas": ("StackedReplicas",),
+    "hdet.replicas.torchft": ("TorchftReplicas",),
+    "hdet.scheduler.hdet": ("HDET",),
+    "hdet.scheduler.one_cycle": ("OneCycleHDET",),
+    "hdet.signals.probe": ("Probe",),
+    "hdet.weights.perturb": ("perturb_",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'hdet' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

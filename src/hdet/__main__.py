@@ -2,7 +2,7 @@
 
 import sys
 
-from hdet.cli import main
+from hdet.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

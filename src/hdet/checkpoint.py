@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Optimizer
 
-from hdet.body import WRAPPED
-from hdet.scheduler import HDET
-from hdet.shards import layout
-from hdet.stacked_optimizer import StackedOptimizer
+from hdet.replicas.stacked.optimizer import StackedOptimizer
+from hdet.scheduler.hdet import HDET
+from hdet.tensors.dtensor import WRAPPER_NAMES, layout
 
 OWN = ("params", "param_names")
 """Entries of a group that belong to a run, and are not settings."""
@@ -132,7 +131,7 @@ def _bare(model: nn.Module, name: str) -> str:
     holder: Any = model
     kept = []
     for part in name.split("."):
-        if part not in WRAPPED and not (
+        if part not in WRAPPER_NAMES and not (
             part == "module" and isinstance(holder, DistributedDataParallel)
         ):
             kept.append(part)

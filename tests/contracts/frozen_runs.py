@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import hdet
-from hdet import cli
+from hdet.cli import main as cli
 from tests.contracts import comparison
 from tests.contracts.comparison import DATA
 from tests.contracts.training import (
@@ -491,7 +491,7 @@ def record_folder(name: str) -> Path:
 
 def summary_of(folder: Path) -> dict[str, Any]:
     """What the reader of records says of one. This alone knows the reader by its name."""
-    from hdet.history import read
+    from hdet.records.reader import read
 
     told = read(folder)
     return {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hdet import cli
+from hdet.cli import main as cli
 from tests.contracts import comparison
 from tests.contracts.frozen_runs import (
     RECORDS,

@@ -1,0 +1,199 @@
+"""The `hdet` command: demo, report, export."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hdet._version import __version__
+from hdet.cli import demo
+from hdet.cli.progress import score_table
+from hdet.records import reader, schedule_export
+from hdet.report import build as report
+
+STOPPED = 130  # what shells give a command that Ctrl-C ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status. 0: done, 1: it could not, 2: it was called wrongly."""
+    chosen = parser().parse_args(arguments)
+    try:
+        status: int = chosen.run(chosen)
+    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
+        print(f"hdet {chosen.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"hdet {chosen.command}: interrupted", file=sys.stderr)
+        return STOPPED
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="hdet",
+        description="Replicas that find and track your learning rate inside the run itself.",
+        epilog="`hdet COMMAND --help` says more about a command.",
+    )
+    top.add_argument("--version", action="version", version=f"hdet {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_report(commands)
+    _add_export(commands)
+    return top
+
+
+# demo ------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    usual = demo.DemoSettings()
+    command = commands.add_parser(
+        "demo",
+        help="train from a bad learning rate and watch it: hdet beside the plain run",
+        description=(
+            "Train a small network on handwritten digits from a learning rate that is far too low, "
+            "once with hdet and once with plain OneCycleLR, side by side and with the same budget: "
+            "in its first steps hdet finds a better one. It takes about two minutes "
+            "on two cores, stacks its replicas on a GPU if there is one, and leaves a record, a "
+            "checkpoint and an HTML report. Ctrl-C stops it after the cycle; the same command with "
+            "--resume goes on."
+        ),
+    )
+    command.add_argument(
+        "--replicas", type=int, default=usual.replicas, help="how many (default: %(default)s)"
+    )
+    command.add_argument(
+        "--steps", type=int, default=usual.steps, help="optimizer steps (default: %(default)s)"
+    )
+    command.add_argument(
+        "--lr", type=float, default=usual.lr, help="that both start with (default: %(default)s)"
+    )
+    command.add_argument(
+        "--engine",
+        choices=demo.ENGINES,
+        default=usual.engine,
+        help="replicas stacked on one device, or one process each (default: %(default)s)",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder to write to (default: %(default)s)",
+    )
+    command.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    command.set_defaults(run=_demo, refuse=command.error)
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    _need("demo", "rich", "plotly", "sklearn")
+    from rich.console import Console
+
+    try:
+        settings = demo.DemoSettings(
+            replicas=chosen.replicas, steps=chosen.steps, lr=chosen.lr, engine=chosen.engine
+        )
+    except (TypeError, ValueError) as error:
+        chosen.refuse(str(error))
+    outcome = demo.run(settings, chosen.out, resume=chosen.resume)
+    stopped = outcome.step < settings.steps
+    title = f"{'stopped' if stopped else 'after'} {outcome.step} of {settings.steps} steps"
+    pairs = zip(outcome.scores, outcome.found, strict=True)
+    console = Console()
+    console.print(
+        score_table([s._replace(lr=lr) for s, lr in pairs], "learning rate found", title=title)
+    )
+    console.print("learning rate found: the peak of the schedule times the scale at the end")
+    print(f"report      {outcome.page}")
+    print(f"checkpoint  {outcome.checkpoint}")
+    if stopped:
+        print("the same command with --resume goes on")
+        return STOPPED
+    return 0
+
+
+# report ----------------------------------------------------------------------------------------
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "report",
+        help="one HTML page about a run, or a comparison of several",
+        description=(
+            "Write one self-contained HTML page: losses, learning rates with every move and its "
+            "reason, hypergradients, distances, excluded replicas, costs, settings. Several runs "
+            "are compared on one page. It works on a run that has not ended."
+        ),
+    )
+    command.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its record.jsonl")
+    command.add_argument(
+        "--out",
+        type=Path,
+        help="the page to write (default: RUN/report.html; for several runs ./report.html)",
+    )
+    command.set_defaults(run=_report)
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    _need("report", "plotly")
+    first = Path(chosen.runs[0])
+    beside = first if first.is_dir() else first.parent
+    page = chosen.out or (beside if len(chosen.runs) == 1 else Path()) / "report.html"
+    for told in report.write(chosen.runs, page):
+        _name_damage(told)
+    print(page)
+    return 0
+
+
+# export ----------------------------------------------------------------------------------------
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "export",
+        help="the schedule that a run found, as JSON for hdet.Replay",
+        description=(
+            "Write the learning rates that a run found as JSON. hdet.Replay(optimizer, FILE) plays "
+            "them back as a plain scheduler without replicas, also stretched to another length."
+        ),
+    )
+    command.add_argument("run_folder", metavar="RUN", help="a run folder, or its record.jsonl")
+    command.add_argument(
+        "--out", help="the file to write, - for standard output (default: RUN/schedule.json)"
+    )
+    command.set_defaults(run=_export)
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    told = reader.read(chosen.run_folder)
+    _name_damage(told)
+    found = schedule_export.found(told)
+    others = [knob for knob in told.cycles[-1].knobs if not knob.is_lr]
+    if others:
+        ended = [
+            f"{k.name} (not known)" if k.centre is None else f"{k.name} ({k.centre:.4g})"
+            for k in others
+        ]
+        print(f"not in it, set them yourself: {', '.join(ended)}", file=sys.stderr)
+    if not found.finished:
+        print(f"the run has not ended: {found.total_steps} steps are exported", file=sys.stderr)
+    if chosen.out == "-":
+        sys.stdout.write(found.to_json())
+        return 0
+    out = Path(chosen.out) if chosen.out else told.path.parent / "schedule.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(found.to_json(), encoding="utf-8")
+    print(out)
+    return 0
+
+
+def _name_damage(told: reader.History) -> None:
+    for damage in told.damaged:
+        print(f"{told.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
+
+
+def _need(extra: str, *modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        names = ", ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
+        raise ModuleNotFoundError(f"needs {names}: pip install 'hdet[{extra}]'")

@@ -1,0 +1,105 @@
+"""The state of one knob: its scale, its multipliers and what was measured of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hdet.control.controller import ScaleState
+from hdet.control.regression import DecayedSlope, Slope
+from hdet.control.space import Space
+
+MIN_DEGREES_OF_FREEDOM = 2.0
+"""Below it an error may be tiny by chance, and its cycle would outweigh all others."""
+
+
+class KnobInfo(NamedTuple):
+    """A knob as the decisions see it."""
+
+    name: str
+    space: Space
+    spread: float
+    start: float = 1.0
+    groups: tuple[int, ...] = ()
+    """The parameter groups whose learning rate it is; none for any other knob."""
+
+
+class Sensitivity(NamedTuple):
+    """How the score answers to a knob: d score / d position, over the last cycles."""
+
+    slope: float
+    error: float
+    cycles: float
+    """So many cycles' worth of evidence, in which old ones fade."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the slope lies in 95 of 100 cases."""
+        return self.slope - 1.96 * self.error, self.slope + 1.96 * self.error
+
+
+@dataclass
+class KnobState:
+    """One explored number: its state, and where every replica stands."""
+
+    info: KnobInfo
+    state: ScaleState
+    multipliers: tuple[float, ...] = ()
+    """The multiplier of every replica (paper, eq. 1), for a learning rate that is permuted."""
+    levels: tuple[float, ...] = ()
+    """Else the level of every replica, in units of the spread."""
+    slope: float | None = None
+    """That of the last cycle."""
+    recent_slope: DecayedSlope = DecayedSlope()  # noqa: RUF009 (it is a tuple)
+    """What the cycles so far have shown."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def width(self) -> float:
+        return self.info.space.width(self.info.spread)
+
+    def factor(self, replica: int) -> float:
+        """Where a replica stands: in units of the base schedule, or as a value."""
+        if self.multipliers:
+            return self.info.space.clamped(self.state.scale * self.multipliers[replica])
+        return self._at(self.levels[replica])
+
+    def factors(self) -> list[float]:
+        if self.multipliers:
+            return [self.factor(replica) for replica in range(len(self.multipliers))]
+        known = {level: self._at(level) for level in set(self.levels)}  # two, in most designs
+        return list(map(known.__getitem__, self.levels))
+
+    def positions(self, factors: Sequence[float]) -> list[float]:
+        known = {factor: self.info.space.position(factor) for factor in set(factors)}
+        return list(map(known.__getitem__, factors))
+
+    def _at(self, level: float) -> float:
+        return self.info.space.shifted(self.state.scale, self.width * self.state.narrow * level)
+
+    def is_spread(self) -> bool:
+        if self.multipliers:
+            return any(multiplier != 1.0 for multiplier in self.multipliers)
+        return self.width != 0 and any(level != 0 for level in self.levels)
+
+    def note_slope(self, slope: Slope | None) -> None:
+        """Keep in mind what a cycle has shown."""
+        if slope is None or slope.error is None or slope.freedom < MIN_DEGREES_OF_FREEDOM:
+            return
+        self.recent_slope = self.recent_slope.and_then(slope.slope, slope.error)
+
+    def sensitivity(self) -> Sensitivity | None:
+        recent_slope = self.recent_slope
+        return (
+            Sensitivity(recent_slope.slope, recent_slope.error, recent_slope.num)
+            if recent_slope.num
+            else None
+        )
+
+
+def first_state(about: KnobInfo) -> ScaleState:
+    if about.groups:
+        return ScaleState(scale=about.start)
+    return ScaleState(scale=about.start, floor=about.space.low)

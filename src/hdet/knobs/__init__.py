@@ -1,0 +1,1 @@
+"""Hyperparameters: what users name, how they are read and written."""

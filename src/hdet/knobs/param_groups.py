@@ -1,0 +1,159 @@
+"""The only writer of optimizer.param_groups: learning rates, momenta, and what knobs turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+# What OneCycleLR and others keep in the groups of an optimizer beside the learning rate.
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+
+def group_names(optimizer: Optimizer) -> list[str]:
+    """A name for every parameter group: its own `group["name"]`, or its place."""
+    names = [str(g.get("name", f"group{i}")) for i, g in enumerate(optimizer.param_groups)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"`param_groups` must have different names, got {twice[0]!r} twice.")
+    return names
+
+
+def use_plain_floats(base: LRScheduler) -> None:
+    """Let a base schedule compute in Python floats, also where learning rates are tensors.
+
+    Arithmetic on a tensor learning rate would make the host wait for the device at every step.
+    """
+    for group in base.optimizer.param_groups:
+        for key in SCHEDULE_KEYS:
+            if isinstance(group.get(key), Tensor):
+                group[key] = float(group[key])
+    for attribute in ("base_lrs", "_last_lr"):
+        if hasattr(base, attribute):
+            setattr(base, attribute, [float(lr) for lr in getattr(base, attribute)])
+    for inner in getattr(base, "_schedulers", []):
+        use_plain_floats(inner)
+
+
+SavedEntries = list[dict[str, Any]]
+"""What was put aside, for each group."""
+
+
+def undo_fan_out(
+    optimizer: Optimizer, base_lrs: Sequence[float], momenta: Sequence[float] | None
+) -> SavedEntries:
+    """The groups hold the base schedule's own learning rates and momenta, as plain floats, until
+    they are put back.
+
+    Most torch schedules compute the next value from group["lr"]: without this the multiplier
+    would be multiplied in again at every step; and one that is not at its turn inside of another
+    leaves momenta as they are. Tensors are put aside and come back as the same
+    objects, since a compiled optimizer step holds on to them.
+    """
+    check_groups(optimizer, len(base_lrs))
+    aside = []
+    for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        kept = {"lr": group["lr"]}
+        betas, momentum = group.get("betas"), group.get("momentum")
+        # What a schedule that cycles momenta would replace by numbers.
+        first = betas[0] if isinstance(betas, tuple) and betas else betas
+        if isinstance(first, Tensor):
+            kept["betas"] = betas
+        if isinstance(momentum, Tensor):
+            kept["momentum"] = momentum
+        group["lr"] = lr
+        aside.append(kept)
+    for group, value in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
+        _write_value(group, _momentum_key(group), value)
+    return aside
+
+
+def restore_entries(optimizer: Optimizer, aside: SavedEntries) -> None:
+    for group, kept in zip(optimizer.param_groups, aside, strict=True):
+        group.update(kept)
+
+
+def schedule_entries(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What a schedule has put into each group: its own settings, not those of a checkpoint."""
+    return [{k: g[k] for k in SCHEDULE_KEYS if k in g} for g in optimizer.param_groups]
+
+
+def write_schedule_entries(optimizer: Optimizer, entries: Sequence[dict[str, Any]]) -> None:
+    check_groups(optimizer, len(entries))
+    for group, entry in zip(optimizer.param_groups, entries, strict=True):
+        group.update(entry)
+
+
+def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
+    check_groups(optimizer, len(lrs))
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+Key = tuple[str, int | None]
+"""An entry of a parameter group, and the place in it if it is a pair such as Adam's betas."""
+
+
+def read_setting(group: dict[str, Any], key: Key) -> float:
+    name, place = key
+    return float(group[name] if place is None else group[name][place])
+
+
+def write_setting(group: dict[str, Any], key: Key, value: float) -> None:
+    """Into the tensor if there is one, so that a compiled optimizer step is not compiled again."""
+    name, place = key
+    old = group[name] if place is None else group[name][place]
+    if isinstance(old, Tensor):
+        old.fill_(value)
+    else:
+        _write_value(group, key, value)
+
+
+def use_tensor(group: dict[str, Any], key: Key) -> None:
+    """A tensor as the learning rate says that the step is compiled: so must be what is turned."""
+    lr, (name, place) = group["lr"], key
+    value = group[name] if place is None else group[name][place]
+    if isinstance(lr, Tensor) and not isinstance(value, Tensor):
+        _write_value(group, key, torch.tensor(value, dtype=lr.dtype, device=lr.device))
+
+
+def _write_value(group: dict[str, Any], key: Key, value: Any) -> None:
+    name, place = key
+    whole = group[name]
+    group[name] = value if place is None else (*whole[:place], value, *whole[place + 1 :])
+
+
+def read_momenta(base: LRScheduler) -> list[float] | None:
+    """The momentum of each group if this schedule cycles it, as it has just written it."""
+    if not _cycles_momentum(base):
+        return None
+    return [read_setting(group, _momentum_key(group)) for group in base.optimizer.param_groups]
+
+
+def _cycles_momentum(base: LRScheduler) -> bool:
+    """Whether it does, or one inside of it (SequentialLR, ChainedScheduler)."""
+    inner = getattr(base, "_schedulers", [])
+    return bool(getattr(base, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
+
+
+def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
+    for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
+        write_setting(group, _momentum_key(group), momentum)
+
+
+def check_groups(optimizer: Optimizer, num: int) -> None:
+    """A schedule knows the groups that there were when it was made."""
+    if len(optimizer.param_groups) != num:
+        raise ValueError(
+            f"`optimizer` must keep its {num} parameter groups, "
+            f"got {len(optimizer.param_groups)}: add groups before hdet."
+        )
+
+
+def _momentum_key(group: dict[str, Any]) -> Key:
+    return ("betas", 0) if "betas" in group else ("momentum", None)

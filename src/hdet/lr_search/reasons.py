@@ -1,0 +1,12 @@
+"""Why a learning-rate search decided as it did."""
+
+SHORT = "lowered, since there was no time for longer rounds"
+NOTHING_FOUND = "nothing was found"
+INTERRUPTED, NO_TIME = "interrupted", "there was no time to look further"
+TOO_LOW = "less is needlessly far below where scores explode"
+LOST_OR_NOT_TRIED = "more was lost, or not tried"
+TOO_SHORT = "what was found in so few steps is too near to where scores explode"
+CLOSELY = "tried closely"
+NEARLY_BEST = "the lowest that gains nearly as much as the best"
+NOISE = "the scores do not differ by more than their noise"
+NOTHING = "no learning rate gains anything"

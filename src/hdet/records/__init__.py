@@ -1,0 +1,1 @@
+"""What happened in a run, as files: written, read back, exported, played back."""

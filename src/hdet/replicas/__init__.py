@@ -1,0 +1,1 @@
+"""Where replicas live, and how they exchange tensors. The only package that communicates."""

@@ -1,0 +1,1 @@
+"""N replicas of a model on one device."""

@@ -1,0 +1,276 @@
+"""N replicas of a model on one device: stacked weights, one forward and backward for all."""
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from hdet._validation import check_choice, check_integer
+from hdet.knobs.dial import remember_copies, sharing_dials
+from hdet.replicas.stacked.forward import Forward, LossFunction
+from hdet.replicas.stacked.held_out import HeldOutBatches
+from hdet.replicas.stacked.optimizer import StackedOptimizer, like
+from hdet.replicas.stacked.rows import copy_rows_, maximum_of_rows, mean_of_rows, stack_rows
+from hdet.tensors.dtensor import check_initialised
+from hdet.tensors.ops import are_finite
+
+
+class StackedReplicas:
+    """N replicas of `model` on its device. The model itself becomes replica 0.
+
+    Parameters and buffers are stacked, [N, ...], and each replica is a module whose tensors are
+    slices of the stack. `mode` says how they are run: "vmap" all at once, "loop" one after
+    another, "auto" whichever suits the model.
+
+    >>> model = nn.Linear(2, 1)
+    >>> ensemble = StackedReplicas(model, 4)
+    >>> optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> losses = ensemble.losses(lambda model, x: model(x).square().mean(), torch.ones(8, 2))
+    >>> losses.shape
+    torch.Size([4])
+    >>> losses.sum().backward()
+    >>> optimizer.step()
+    """
+
+    parts, part = 1, 0
+
+    def __init__(
+        self, model: nn.Module, num: int, *, mode: Literal["auto", "vmap", "loop"] = "auto"
+    ) -> None:
+        check_integer("num", num, at_least=1)
+        check_choice("mode", mode, ("auto", "vmap", "loop"))
+        _check_model(model)
+        self.size = num
+        self.local = range(num)
+        with sharing_dials():
+            self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
+        if num > 1:
+            remember_copies(model)
+        weights = stack_rows([dict(module.named_parameters()) for module in self._modules])
+        buffers = stack_rows([dict(module.named_buffers()) for module in self._modules])
+        self._forward = Forward(self._modules, weights, buffers, mode)
+        self._optimizer: StackedOptimizer | None = None
+        self._guard_checkpoints()
+
+    @property
+    def mode(self) -> str:
+        """How the replicas are run; "auto" is decided by the first batch."""
+        return self._forward.mode
+
+    # What a training loop calls ------------------------------------------------------------
+
+    def losses(self, function: LossFunction, *batch: Any) -> Tensor:
+        """The loss of every replica, [N], each on its own part of the global batch.
+
+        `function(model, *part)` gets a model to call and one N-th of every tensor of the batch.
+        Follow it by `losses.sum().backward()`: with shared gradients the parameters of the model
+        then hold the mean over the replicas, as they do under DDP.
+        """
+        return self._forward.losses(function, tree_map(self._split, batch))
+
+    def optimizer(self, one: Optimizer | Callable[[nn.Module], Optimizer]) -> StackedOptimizer:
+        """One optimizer for all replicas: made like the given one of the model, or by a factory.
+
+        A factory `make(module)` is called for each replica, for an optimizer that cannot be
+        copied. Parameter groups, their names and settings stay what they are.
+        """
+        if isinstance(one, Optimizer):
+            places: dict[Tensor, str] = {p: name for name, p in self._modules[0].named_parameters()}
+            each = [one, *(like(one, places, module) for module in self._modules[1:])]
+        elif callable(one):
+            each = [one(module) for module in self._modules]
+        else:
+            raise TypeError(
+                "`one` must be an optimizer of the model or a function that makes one, "
+                f"got {one!r}."
+            )
+        self._optimizer = StackedOptimizer(each, self._modules, self._forward)
+        return self._optimizer
+
+    def compile(self, **options: Any) -> None:
+        """Compile the replicas' forward and backward; the options are those of torch.compile.
+
+        On CUDA both are also captured in CUDA graphs. Give `losses` the same function object at
+        every step, and batches of few different shapes.
+        """
+        self._forward.compile(**options)
+
+    def consensus(self) -> nn.Module:
+        """An ordinary module with the mean of the replicas' weights."""
+        module = copy.deepcopy(self._modules[0])
+        for part in module.modules():  # a copy of a slice would keep the memory of its stack
+            part._buffers.update({n: b.clone() for n, b in part._buffers.items() if b is not None})
+        rows = [_tensors(replica) for replica in self._modules]
+        with torch.no_grad():
+            copy_rows_([_tensors(module)], mean_of_rows(rows, self.local))
+        return module
+
+    def converge_(self) -> None:
+        """All replicas take the mean of their weights and buffers, now.
+
+        A scheduler does this at the end of every cycle, and leaves out replicas that are lost.
+        """
+        self.average_([_tensors(module) for module in self._modules], self.local)
+
+    def select_(self, replica: int) -> None:
+        """All replicas take the weights, buffers and optimizer state of one."""
+        check_integer("replica", replica, at_least=0)
+        if replica >= self.size:
+            raise ValueError(f"`replica` must be less than {self.size}, got {replica}.")
+        targets = [r for r in self.local if r != replica]
+        self.copy_([_tensors(module) for module in self._modules], replica, targets)
+        if self._optimizer is not None:
+            self._optimizer.select_(replica)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the consensus: a checkpoint is one model, whatever the engine."""
+        return self.consensus().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Into all replicas, like `load_state_dict` of the model itself."""
+        self._modules[0].load_state_dict(state)
+
+    # The Replicas protocol -----------------------------------------------------------------
+
+    def modules(self, model: nn.Module | None) -> list[nn.Module]:
+        if model is not None and model is not self._modules[0]:
+            raise ValueError("`model` must be the one that was stacked, got another.")
+        return self._modules
+
+    def optimizers(
+        self, optimizer: Optimizer, steers: Collection[str] | None = None
+    ) -> list[Optimizer]:
+        if optimizer is not self._optimizer or self._optimizer is None:
+            raise ValueError(
+                "`optimizer` must be the one that `replicas.optimizer(...)` returned: it steps all "
+                f"the replicas, got a {type(optimizer).__name__} of its own."
+            )
+        known = self._optimizer.steered if steers is None else set(steers)
+        self._optimizer.steered = {"lr", *known}
+        return self._optimizer.each
+
+    def unreplicated(self, named: Mapping[str, Tensor]) -> Collection[str]:
+        return ()
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def gather_parts(self, rows: Tensor) -> Tensor:
+        return rows[:, None]
+
+    def gather_objects(self, description: Any) -> list[Any]:
+        return [description]
+
+    def are_finite(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.stack([are_finite(row) for row in rows])
+
+    @torch.no_grad()
+    def average_(
+        self, rows: Sequence[Sequence[Tensor]], fit: Sequence[int], *, once: bool = False
+    ) -> int:
+        copy_rows_(rows, mean_of_rows(rows, fit))
+        return 0
+
+    @torch.no_grad()
+    def begin_average(self, rows: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
+        means = [mean.clone() for mean in mean_of_rows(rows, range(self.size))]
+        return lambda: means
+
+    @torch.no_grad()
+    def maximum_(self, rows: Sequence[Sequence[Tensor]]) -> int:
+        copy_rows_(rows, maximum_of_rows(rows))
+        return 0
+
+    @torch.no_grad()
+    def copy_(self, rows: Sequence[Sequence[Tensor]], source: int, targets: Sequence[int]) -> int:
+        copy_rows_([rows[target] for target in targets], rows[source])
+        return 0
+
+    def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
+        self._forward.shares_gradients = shared
+        if shared:  # a loop clears those of its model only
+            for module in self._modules[1:]:
+                module.zero_grad()
+
+    def hold_out(self) -> HeldOutBatches | None:
+        return HeldOutBatches(self._forward)
+
+    def _guard_checkpoints(self) -> None:
+        model = self._modules[0]
+        model.register_load_state_dict_post_hook(_SpreadOut(self))
+        model.register_state_dict_post_hook(_keep_one)
+
+    def _split(self, value: Any) -> Any:
+        """One N-th of the first dimension for every replica; scalars are for all."""
+        if not isinstance(value, Tensor):
+            if isinstance(value, Mapping) or hasattr(value, "__array__"):
+                raise TypeError(
+                    "`batch` must be made of tensors in tuples, lists and dicts, got a "
+                    f"{type(value).__name__}."
+                )
+            return value
+        if value.dim() == 0:
+            return value
+        if len(value) % self.size:
+            raise ValueError(
+                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples: "
+                "leave out what is left of an epoch (`drop_last=True`)."
+            )
+        return value.unflatten(0, (self.size, -1))
+
+
+class _SpreadOut:
+    """A checkpoint that is loaded into the model is loaded into all replicas.
+
+    A copy of the model, or one that was pickled, belongs to no replicas.
+    """
+
+    def __init__(self, ensemble: StackedReplicas | None = None) -> None:
+        # A hook must not outlive the replicas it writes for.
+        self._ensemble = None if ensemble is None else weakref.ref(ensemble)
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        ensemble = self._ensemble() if self._ensemble is not None else None
+        if ensemble is not None:
+            rows = [_tensors(replica) for replica in ensemble.modules(None)]
+            ensemble.copy_(rows, 0, ensemble.local[1:])
+
+    def __reduce__(self) -> Any:
+        return _SpreadOut, ()
+
+
+def _keep_one(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A checkpoint holds the tensors of one replica, and not the memory of all."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[name] = value.clone()
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {model!r}.")
+    if not any(True for _ in model.parameters()):
+        raise ValueError("`model` must have parameters, got none.")
+    kind = type(model).__name__
+    if kind == "OptimizedModule":
+        raise ValueError(
+            "`model` must be the module itself, got a compiled one: call `compile()` on the "
+            "replicas instead."
+        )
+    if kind in ("DistributedDataParallel", "DataParallel"):
+        raise ValueError(f"`model` must be the module itself, got it wrapped in {kind}.")
+    check_initialised(dict(model.named_parameters()))
+    devices = {tensor.device for tensor in _tensors(model)}
+    if len(devices) > 1:
+        raise ValueError(
+            f"`model` must lie on one device, got {sorted(str(device) for device in devices)}."
+        )

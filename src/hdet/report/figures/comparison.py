@@ -1,0 +1,61 @@
+"""Plots that compare several runs."""
+
+from collections.abc import Sequence
+
+from hdet.report.figures.knobs import centre_line, knob_axis, knob_title, spread_band
+from hdet.report.figures.plot import Labelled, Plot, mean_loss
+from hdet.report.plotly import Trace, axis, curve, known, label, layout_of, look, shortened
+
+# Plots of several runs -----------------------------------------------------------------------
+
+
+def measure(runs: Sequence[Labelled], name: str, size: str = "half") -> Plot | None:
+    """What was noted of a measure; with one run or with several."""
+    traces = [
+        curve(label(who or name), points, own_steps=len(runs) > 1, **look(index, 2))
+        for index, (who, history) in enumerate(runs)
+        if (points := history.measure(name))
+    ]
+    if not traces:
+        return None
+    title = "Held-out loss of the consensus" if name == "loss" else shortened(name)
+    caption = "As it was noted in the record."
+    if len(traces) < len(runs):
+        caption += f" {len(runs) - len(traces)} of {len(runs)} runs noted none."
+    values = [value for trace in traces for value in trace["y"]]
+    y_axis = axis("held-out loss" if name == "loss" else label(name), values)
+    layout = layout_of(y_axis, [history for _, history in runs], showlegend=len(runs) > 1)
+    return Plot(title, caption, traces, layout, size)
+
+
+def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
+    traces = [
+        curve(label(who), points, own_steps=True, **look(index, 2))
+        for index, (who, history) in enumerate(runs)
+        if (points := mean_loss(history))
+    ]
+    if not traces:
+        return None
+    values = [value for trace in traces for value in trace["y"]]
+    layout = layout_of(axis("training loss", values), [history for _, history in runs])
+    caption = "The mean of the replicas' training losses over each cycle; not a held-out loss."
+    return Plot("Training loss", caption, traces, layout)
+
+
+def knobs_of(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:
+    traces: list[Trace] = []
+    for index, (who, history) in enumerate(runs):
+        knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.values)]
+        if knobs:
+            group = {"legendgroup": str(index)}
+            traces += spread_band(knobs, index, label(who), showlegend=False, **group)
+            traces.append(centre_line(knobs, index, label(who), **group))
+    if not traces:
+        return None
+    histories = [history for _, history in runs]
+    layout = layout_of(knob_axis(histories, name, traces), histories)
+    caption = (
+        "The line is the centre of the spread of each run, the band runs from the lowest to the "
+        "highest value of its replicas."
+    )
+    return Plot(knob_title(histories, name), caption, traces, layout, size)

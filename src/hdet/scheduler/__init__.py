@@ -1,0 +1,1 @@
+"""The torch LRScheduler, and the life of one run."""

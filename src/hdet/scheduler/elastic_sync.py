@@ -1,0 +1,94 @@
+"""Replicas that come and go: they meet at the end of a cycle, and what one breaks off never was."""
+
+from statistics import fmean
+
+from hdet.records.events import converge_event
+from hdet.replicas.torchft import Interrupted, Members, TorchftReplicas
+from hdet.scheduler.cycle_end import CycleEnd
+from hdet.scheduler.run import Run
+from hdet.tensors.timing import Stopwatch
+from hdet.weights.inventory import TENSOR_KINDS
+
+
+class ElasticSync:
+    """The meetings of a run over torchft's manager."""
+
+    def __init__(self, run: Run, replicas: TorchftReplicas, cycle_end: CycleEnd) -> None:
+        self._run, self._replicas, self._cycle_end = run, replicas, cycle_end
+        self.begin()
+
+    def begin(self) -> None:
+        """Here or where a state was loaded: without a place in the spread, until they have met."""
+        self._replicas.begins = self._run.step
+        self._run.knob_bank.rest()
+        self._first = self._run.progress_state()
+
+    def meet(self, ran_with: list[float] | None, *, anew: bool = False) -> None:
+        """Whoever is there ends the cycle together, or only converges where it is no end; if one
+        leaves meanwhile, it never was."""
+        run = self._run
+        replicas = self._replicas
+        if replicas.shared and run.step == replicas.begins:
+            return  # nobody has made a step, nor knows of the others
+        replicas.start_quorum(anew=anew)
+        undo, progress_state, run.held_lines = run.parameters.keep(), run.progress_state(), []
+        reason = "this replica was not to go on"
+        try:
+            members = replicas.call()
+            if members.have_changed or ran_with is None:
+                self._average_members(members)
+            else:
+                self._cycle_end.close(ran_with)
+        except Interrupted as error:
+            reason = str(error)
+        finally:
+            lines, run.held_lines = run.held_lines, None
+        if replicas.commit():
+            for line, watches, wait in lines:
+                run.write_record(line, watches, wait=wait)
+            return
+        undo()
+        if not (replicas.have_synced or replicas.has_healed):
+            # What one attempts alone does not count: who comes next begins at the first step.
+            progress_state, run.step = self._first, self._first["step"]
+        run.restore_progress(progress_state)
+        run.knob_bank.resize(replicas.size)
+        run.start_cycle(is_partial=True)
+        run.lr_trace.clear()
+        run.diverged = True
+        self._note_members(f"the converge was undone: {reason}")
+        if run.is_over() and ran_with is not None:
+            self.meet(None, anew=True)  # there is no next cycle to do it in
+
+    def _average_members(self, members: Members) -> None:
+        """The mean of those who have trained together; and where there are others than before, a
+        new spread for all. What they have seen in this cycle was seen in another one, and is
+        dropped.
+        """
+        run = self._run
+        stopwatch = Stopwatch(run.device())
+        weights = TENSOR_KINDS[:-1]
+        call, verdict = run.exchange_health(*weights)
+        lost = tuple(verdict.excluded)
+        verdict = verdict.without(dict.fromkeys(members.newcomers, "has just joined"))
+        num_bytes = run.parameters.converge_(verdict.fit, weights, call.agreed)
+        if lost:
+            num_bytes += run.parameters.reseed_state_(verdict.fit[0], lost)
+        stopwatch.mark()
+        line = converge_event(run.step, verdict, num_bytes)
+        run.write_record(line, {"converge": stopwatch}, wait=True)
+        if not members.have_changed:
+            run.start_cycle(is_partial=True)
+            return
+        run.knob_bank.move_knobs([None] * run.replicas.size, ())  # what decays goes on to decay
+        losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
+        if run.base.wants_metric and losses:
+            run.base.advance(fmean(losses))
+        run.knob_bank.resize(run.replicas.size)
+        run.next_cycle()
+        self._note_members(f"{run.replicas.size} replicas take part")
+
+    def _note_members(self, text: str) -> None:
+        run = self._run
+        line = {"event": "note", "step": run.step, "text": text}
+        run.write_record({**line, "measures": {"replicas": run.replicas.size}})

@@ -1,0 +1,99 @@
+"""Settings: every option of a run, checked one by one."""
+
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from hdet._validation import check_choice, check_integer, check_range
+from hdet.control.assignment import DESIGNS
+from hdet.control.controller import Controller
+from hdet.control.paper import PaperController
+from hdet.control.spike_guard import Guard
+from hdet.knobs.specs import LearningRate
+from hdet.lr_search.scout import Scout
+from hdet.replicas.quantization import CODECS
+from hdet.signals.probe import Probe
+from hdet.weights.outer_optimizer import OptimizerFactory, describe_outer
+
+GRADIENTS = ("shared", "local")
+OPTIMIZER_STATES = ("keep", "average", "reset")
+OVERRUNS = ("hold", "extend", "raise")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a run is set to; equal on all replicas."""
+
+    spread: float
+    sync_every: int
+    controller: Controller | None
+    gradients: str
+    optimizer_state: str
+    total_steps: int | None
+    on_overrun: str
+    seed: int
+    knobs: tuple[Any, ...] = (LearningRate(),)
+    probe: Probe | None = None
+    scout: Scout | None = None
+    guard: Guard | None = None
+    outer: OptimizerFactory | None = None
+    overlap: int = 0
+    compress: str | None = None
+    design: str | None = None
+    """Who explores what; by default the paper's permutations for its controller."""
+
+    def __post_init__(self) -> None:
+        if self.design is None:
+            object.__setattr__(self, "design", self._default_design())
+        check_choice("design", self.design, DESIGNS)
+        for knob in self.knobs:
+            if isinstance(knob, LearningRate) and knob.spread and self.design == "permutation":
+                # The paper's multipliers reach from 1 - spread.
+                check_range("spread", knob.spread, least=0, below=1)
+        check_range("spread", self.spread, least=0, below=1)
+        check_integer("sync_every", self.sync_every, at_least=1)
+        check_integer("seed", self.seed, at_least=0)
+        check_integer("overlap", self.overlap, at_least=0)
+        if self.compress is not None:
+            check_choice("compress", self.compress, list(CODECS))
+        check_choice("gradients", self.gradients, GRADIENTS)
+        check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        check_choice("on_overrun", self.on_overrun, OVERRUNS)
+        is_one = hasattr(self.controller, "update") and not isinstance(self.controller, type)
+        if self.controller is not None and not is_one:
+            raise TypeError(
+                "`controller` must be a controller such as hdet.PaperController(), None or "
+                f"'auto', got {self.controller!r}."
+            )
+        if self.scout is not None and not isinstance(self.scout, Scout):
+            raise TypeError(
+                f"`scout` must be hdet.Scout(), None, 'auto' or 'restart', got {self.scout!r}."
+            )
+        if self.guard is not None and not isinstance(self.guard, Guard):
+            raise TypeError(f"`guard` must be hdet.Guard(), None or 'auto', got {self.guard!r}.")
+        if self.total_steps is not None:
+            check_integer("total_steps", self.total_steps, at_least=1)
+            if self.controller is not None and self.controller.warmup_steps >= self.total_steps:
+                raise ValueError(
+                    f"`warmup_steps` must be less than `total_steps` ({self.total_steps}), "
+                    f"got {self.controller.warmup_steps}."
+                )
+
+    def _default_design(self) -> str:
+        only_lr = all(isinstance(knob, LearningRate) for knob in self.knobs)
+        paper = isinstance(self.controller, PaperController)
+        return "permutation" if paper or (self.controller is None and only_lr) else "orthogonal"
+
+
+def as_plain_data(settings: Settings) -> dict[str, Any]:
+    """The settings as data that can be compared and written down."""
+    entries = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    controller = settings.controller
+    if controller is not None:
+        own = asdict(controller) if is_dataclass(controller) else vars(controller)
+        entries["controller"] = {"kind": type(controller).__name__, **own}
+    entries["knobs"] = [knob.describe() for knob in settings.knobs]
+    for name in ("scout", "guard"):
+        entries[name] = None if entries[name] is None else asdict(entries[name])
+    entries["outer"] = None if settings.outer is None else describe_outer(settings.outer)
+    entries["probe"] = None if settings.probe is None else settings.probe.describe()
+    return entries

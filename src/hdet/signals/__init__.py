@@ -1,0 +1,1 @@
+"""What replicas are compared by."""

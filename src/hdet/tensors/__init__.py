@@ -1,0 +1,1 @@
+"""Torch helpers that know nothing of a run."""

@@ -1,0 +1,1 @@
+"""The only writer of weights, buffers and optimizer state."""

@@ -1,0 +1,912 @@
+"""Knobs: every replica trains with its own values, on every engine; bad ones are refused."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR, SequentialLR
+
+import hdet
+from hdet.control.assignment import levels
+from tests.knob_run import Run, T, Tiny, adamw, batch, steered, tiny, vector
+from tests.processes import Processes
+
+# What these runs are about is not what they find.
+pytestmark = pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
+
+N = 4
+ENGINES = ["processes", "vmap", "loop"]
+
+
+SETS: dict[str, Callable[[nn.Module, Any], list[Any]]] = {
+    "outside": lambda model, criterion: [
+        hdet.weight_decay(),
+        hdet.gradient_clip(0.2),
+        hdet.betas(beta1=None),
+    ],
+    "inside": lambda model, criterion: [
+        hdet.attention_temperature(model),
+        hdet.label_smoothing(criterion),
+        hdet.momentum(),
+    ],
+    "decay": lambda model, criterion: [hdet.lr(shared=True), hdet.weight_decay()],
+}
+STARTS = {
+    "weight_decay": ("log", 0.1),
+    "gradient_clip": ("log", 0.2),
+    "beta2": ("logit", 0.999),
+    "attention_temperature": ("log", 1.0),
+    "label_smoothing": ("logit", 0.1),
+    "momentum": ("logit", 0.9),
+}
+NAMES = {
+    "outside": ["weight_decay", "gradient_clip", "beta2"],
+    "inside": ["attention_temperature", "label_smoothing", "momentum"],
+    "decay": ["lr", "weight_decay"],
+}
+
+
+def value(name: str, level: float) -> float:
+    """The value of a replica from the definition of a spread of 0.5."""
+    kind, start = STARTS[name]
+    if kind == "log":
+        return start * 1.5**level
+    odds = start / (1 - start) * 1.5**level
+    return odds / (1 + odds)
+
+
+def train_engine(rank: int, engine: str, which: str, gradients: Any, steps: int) -> list[Any]:
+    """The weights of the local replicas after every step."""
+    model, criterion = tiny(), nn.CrossEntropyLoss(label_smoothing=0.1)
+    knobs = SETS[which](model, criterion)
+    ensemble: Any = None
+    wrapped: Any = model
+    if engine == "processes":
+        wrapped = DistributedDataParallel(model)
+        optimizer = adamw(model)
+        local = [rank]
+    else:
+        mode: Any = engine
+        ensemble = hdet.StackedReplicas(model, N, mode=mode)
+        optimizer = ensemble.optimizer(adamw(model))
+        local = list(range(N))
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=wrapped,
+        replicas=ensemble,
+        knobs=knobs,
+        spread=0.5,
+        controller=None,
+        design="orthogonal",
+        gradients=gradients,
+        sync_every=T,
+        preset="paper",
+    )
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return criterion(model(x), y)
+
+    seen = []
+    for step in range(steps):
+        parts = [batch(step, replica) for replica in local]
+        x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        if ensemble is None:
+            losses = loss(wrapped, x, y)
+            losses.backward()
+        else:
+            losses = ensemble.losses(loss, x, y)
+            losses.sum().backward()
+        optimizer.step()
+        modules = [model] if ensemble is None else ensemble.modules(model)
+        seen.append(
+            [nn.utils.parameters_to_vector(m.parameters()).detach().clone() for m in modules]
+        )
+        scheduler.step(losses.detach())
+    return [list(each) for each in zip(*seen, strict=True)]
+
+
+def train_plainly(which: str, gradients: str, steps: int) -> list[list[Tensor]]:
+    """N copies in a plain loop, with torch's own modules and numbers."""
+    models = [tiny() for _ in range(N)]
+    optimizers = [adamw(model) for model in models]
+    seen: list[list[Tensor]] = [[] for _ in models]
+    for step in range(steps):
+        columns = levels("orthogonal", N, NAMES[which], seed=0, cycle=step // T)
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            own = {
+                name: column[replica] for name, column in zip(NAMES[which], columns, strict=True)
+            }
+            values = {name: value(name, level) for name, level in own.items() if name != "lr"}
+            model.temperature = values.get("attention_temperature", 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 * 1.5 ** own.get("lr", 0.0)
+                group["betas"] = (values.get("momentum", 0.9), values.get("beta2", 0.999))
+            if "weight_decay" in values:
+                optimizer.param_groups[0]["weight_decay"] = values["weight_decay"]
+            x, y = batch(step, replica)
+            optimizer.zero_grad()
+            smoothing = values.get("label_smoothing", 0.1)
+            F.cross_entropy(model(x), y, label_smoothing=smoothing).backward()
+        if gradients == "shared":
+            for same in zip(*(m.parameters() for m in models), strict=True):
+                mean: Any = sum(p.grad for p in same) / N
+                for p in same:
+                    p.grad = mean.clone()
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if "gradient_clip" in NAMES[which]:
+                column = columns[NAMES[which].index("gradient_clip")]
+                most = value("gradient_clip", column[replica])
+                nn.utils.clip_grad_norm_(model.parameters(), most)
+            optimizer.step()
+            seen[replica].append(vector(model))
+        if (step + 1) % T == 0:
+            with torch.no_grad():
+                for same in zip(*(m.parameters() for m in models), strict=True):
+                    mean = sum(p for p in same) / N
+                    for p in same:
+                        p.copy_(mean)
+    return seen
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("which", list(SETS))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_replica_trains_with_its_own_values(
+    processes: Processes, engine: str, which: str, gradients: str
+) -> None:
+    steps = 3 * T
+    if engine == "processes":
+        answers = processes(N, train_engine, engine, which, gradients, steps)
+        got = [path for answer in answers for path in answer]
+    else:
+        got = train_engine(0, engine, which, gradients, steps)
+    want = train_plainly(which, gradients, steps)
+    for mine, truth in zip(got, want, strict=True):
+        for one, other in zip(mine, truth, strict=True):
+            # Dials are float32: 1e-7 of the value of a knob.
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+# On one device, in short -----------------------------------------------------------------------
+
+
+def test_groups_move_together_or_alone_and_those_without_decay_stay_without() -> None:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        a, b, c, _ = model.parameters()
+        groups = [
+            {"params": [a], "name": "a", "weight_decay": 0.1},
+            {"params": [b], "name": "b", "weight_decay": 0.01},
+            {"params": [c], "name": "c", "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    together = Run([hdet.weight_decay()], optimizer=sgd)
+    ratios = [
+        a / b
+        for a, b in zip(
+            together.each("weight_decay"), together.each("weight_decay", 1), strict=True
+        )
+    ]
+    assert ratios == pytest.approx([10.0] * 4)
+    assert together.each("weight_decay", 2) == [0.0] * 4
+    alone = Run([hdet.weight_decay(groups=["a", "b"], shared=False)], optimizer=sgd)
+    assert list(alone.scheduler.get_knobs()) == ["weight_decay/a", "weight_decay/b"]
+    one = Run([hdet.weight_decay(groups=["b"])], optimizer=sgd)
+    assert one.each("weight_decay") == [0.1] * 4
+    assert len(set(one.each("weight_decay", 1))) > 1
+
+
+def test_values_are_clamped_after_the_spread() -> None:
+    run = Run([hdet.weight_decay(bounds=(0.09, 0.11))])
+    assert set(run.each("weight_decay")) == {0.09, 0.11}
+
+
+def test_a_knob_has_a_schedule_of_its_own() -> None:
+    run = Run([hdet.weight_decay(spread=0.0, schedule=lambda step: 1 / (1 + step))])
+    seen = [run.each("weight_decay")[0]]
+    for _ in range(4):
+        seen.append(run.go(1).each("weight_decay")[0])
+    assert seen == pytest.approx([0.1, 0.05, 0.1 / 3, 0.025, 0.02])
+
+
+def cycled(optimizer: Any) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+
+
+def held_then_cycled(optimizer: Any) -> SequentialLR:
+    parts = [ConstantLR(optimizer, 1.0, total_iters=4), cycled(optimizer)]
+    return SequentialLR(optimizer, parts, [4])
+
+
+@pytest.mark.parametrize("base", [cycled, held_then_cycled])
+def test_momentum_is_explored_around_the_cycle_of_its_schedule(base: Callable[..., Any]) -> None:
+    run = Run([hdet.momentum(spread=0.5)], base=base, total_steps=30)
+    plain = adamw(tiny())
+    schedule = base(plain)
+    for _ in range(10):
+        beta = plain.param_groups[0]["betas"][0]
+        seen = [betas[0] / (1 - betas[0]) for betas in run.each("betas")]
+        want = sorted(beta / (1 - beta) * 1.5**sign for sign in (-1, -1, 1, 1))
+        assert sorted(seen) == pytest.approx(want)
+        run.go(1)
+        plain.step()
+        schedule.step()
+
+
+def test_beta2_is_explored_while_the_schedule_cycles_beta1() -> None:
+    def base(optimizer: Any) -> OneCycleLR:
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+
+    run = Run([hdet.betas(beta1=None)], base=base, total_steps=30).go(5)
+    plain = adamw(tiny())
+    schedule = base(plain)
+    for _ in range(5):
+        plain.step()
+        schedule.step()
+    betas = run.each("betas")
+    assert {beta1 for beta1, _ in betas} == {plain.param_groups[0]["betas"][0]}
+    assert len({beta2 for _, beta2 in betas}) == 2
+
+
+def test_a_knob_of_ones_own_gets_a_number_or_one_for_each_replica() -> None:
+    strength = torch.zeros(4)
+    turn: Any = strength.copy_
+    knob = hdet.Knob("strength", lambda: strength, turn, bounds=(-1.0, 1.0), spread=0.2)
+
+    def loss(model: Any, x: Tensor, y: Tensor, strength: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y) + strength.sum()
+
+    run = Run([knob])
+    assert sorted(strength.tolist()) == pytest.approx([-0.2, -0.2, 0.2, 0.2])
+    parts = [batch(0, replica) for replica in range(4)]
+    x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    with_it = run.ensemble.losses(loss, x, y, strength)
+    without = run.ensemble.losses(lambda model, x, y: F.cross_entropy(model(x), y), x, y)
+    assert torch.allclose(with_it - without, strength.double(), atol=1e-6)
+
+    state = {"x": 0.3}
+    single = hdet.Knob("x", lambda: state["x"], lambda v: state.update(x=v), bounds=(0.1, 1.0))
+    model = tiny()
+    hdet.HDET(ConstantLR(adamw(model), factor=1.0), knobs=[single], controller=None, preset="paper")
+    assert state["x"] == 0.3  # one replica: the start value
+
+
+def test_a_dial_makes_a_knob_for_every_engine() -> None:
+    class Scaled(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = hdet.Dial(2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale()
+
+    model = Scaled().double()
+    model.scale.place(4, torch.device("cpu"))
+    knob = hdet.Knob(
+        "scale", model.scale.get, model.scale.set, bounds=(0.1, 10.0), space="log", spread=1.0
+    )
+    run = Run([knob], model=model).go(T + 1)
+    assert sorted(model.scale.values.tolist()) == pytest.approx([1.0, 1.0, 4.0, 4.0])
+    assert list(run.scheduler.get_knobs()) == ["scale"]
+
+
+def test_a_tensor_learning_rate_makes_the_other_settings_tensors() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+
+    run = Run([hdet.lr(spread=0.1), hdet.betas(), hdet.eps()], num=8, optimizer=make)
+    before = [
+        (group["betas"], group["eps"]) for one in run.optimizer.each for group in one.param_groups
+    ]
+    run.go(2 * T)
+    after = [
+        (group["betas"], group["eps"]) for one in run.optimizer.each for group in one.param_groups
+    ]
+    for (betas, eps), (same_betas, same_eps) in zip(before, after, strict=True):
+        assert isinstance(eps, Tensor) and eps is same_eps
+        assert all(a is b for a, b in zip(betas, same_betas, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_the_step_of_a_compiled_optimizer_is_compiled_once() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    model = tiny().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+    knobs = [hdet.lr(), hdet.weight_decay(), hdet.betas(), hdet.eps(), hdet.gradient_clip(1.0)]
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        knobs=knobs,
+        sync_every=1,
+        controller=None,
+        preset="paper",
+    )
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    graphs = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*`lr_scheduler.step..` before.*")
+        for _ in range(10):
+            for knob in scheduler._run.knob_bank.knobs:
+                knob.state = knob.state._replace(scale=knob.state.scale * 0.99)
+            model(torch.randn(5, 3)).square().sum().backward()
+            step()
+            scheduler.step(1.0)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[2:] == graphs[1:2] * 8  # the first step makes the optimizer's state
+
+
+# State -----------------------------------------------------------------------------------------
+
+
+def test_a_run_with_knobs_resumes_bit_for_bit() -> None:
+    whole = steered().go(8 * T)
+    first = steered().go(5 * T)
+    first.scheduler.converge()
+    state = copy.deepcopy(
+        (first.model.state_dict(), first.optimizer.state_dict(), first.scheduler.state_dict())
+    )
+    again = steered()
+    again.model.load_state_dict(state[0])
+    again.optimizer.load_state_dict(state[1])
+    again.scheduler.load_state_dict(state[2])
+    first.go(3 * T)
+    again.go(3 * T)
+    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert first.scheduler.get_knobs() == again.scheduler.get_knobs()
+    assert first.scheduler.sensitivity() == again.scheduler.sensitivity()
+    assert any(centre != 1 for centre in whole.scheduler.get_knobs().values())
+    assert first.each("weight_decay") == again.each("weight_decay")
+
+
+def test_whichever_is_loaded_last_the_values_are_those_of_the_run() -> None:
+    run = steered().go(4 * T)
+    values = run.each("weight_decay")
+    state = run.optimizer.state_dict()
+    assert state["param_groups"][0]["weight_decay"] == values[0]
+    run.optimizer.load_state_dict(state)
+    assert run.each("weight_decay") == values
+
+
+def test_sensitivity_is_a_slope_with_its_interval() -> None:
+    run = steered()
+    assert run.scheduler.sensitivity() == {}
+    run.go(6 * T)
+    recent_slope = run.scheduler.sensitivity()
+    assert list(recent_slope) == ["lr", "weight_decay", "attention_temperature", "label_smoothing"]
+    for one in recent_slope.values():
+        low, high = one.interval
+        assert low < one.slope < high
+        assert one.error > 0
+
+
+def test_the_record_tells_of_every_knob(tmp_path: Path) -> None:
+    from hdet.records.reader import read
+
+    steered(tmp_path).go(6 * T)
+    told = read(tmp_path)
+    assert told.knob_names == [
+        "weights", "biases", "weight_decay", "attention_temperature", "label_smoothing"
+    ]  # fmt: skip
+    assert told.rate_names == ["weights", "biases"]
+    assert told.settings["probe"] == {"num": None, "mode": "min", "tail": 0.5}
+    assert [knob["name"] for knob in told.settings["knobs"]][:2] == ["lr", "weight_decay"]
+    for _, knob in told.knob("weight_decay"):
+        assert len(set(knob.values)) == 2
+        assert knob.slope is not None
+        assert knob.space == "log"
+    reasons = {knob.decision for _, knob in told.knob("label_smoothing")}
+    assert reasons <= {"up", "down", "abstain"}
+
+
+def test_a_state_of_other_knobs_is_refused() -> None:
+    state = steered().scheduler.state_dict()
+    with pytest.raises(ValueError, match=r"must hold the knobs \['weight_decay'\], got"):
+        Run([hdet.weight_decay()]).scheduler.load_state_dict(state)
+
+
+# Bad input -------------------------------------------------------------------------------------
+
+
+def stuck() -> hdet.Knob:
+    return hdet.Knob("stuck", lambda: 0.5, lambda value: None, bounds=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ([stuck()], "knob 'stuck' must take effect: `set` was given .*, and `get` reads 0.5"),
+        (
+            [hdet.weight_decay(bounds=(1.0, 2.0))],
+            r"must contain its start value, got \(1, 2\) and 0.1",
+        ),
+        ([hdet.weight_decay(), hdet.weight_decay()], "a second one for 'weight_decay'"),
+        ([hdet.momentum(), hdet.betas()], "a second one for 'beta1'"),
+        ([hdet.lr(), hdet.lr()], r"must hold hdet.lr\(\) at most once"),
+        ([hdet.lr(groups=["nobody"])], r"must be among \['weights', 'biases'\], got 'nobody'"),
+        ([hdet.weight_decay(groups=["biases"])], "must start above 0 in a log space"),
+        (["lr"], "`knobs` must be knobs such as"),
+    ],
+)
+def test_bad_knobs_are_refused(knobs: list[Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Run(knobs)
+
+
+def test_bounds_are_needed_for_a_knob_of_ones_own() -> None:
+    with pytest.raises(TypeError, match="bounds"):
+        hdet.Knob("x", lambda: 1.0, lambda value: None)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="must contain 1"):
+        hdet.lr(bounds=(2.0, 3.0))
+    with pytest.raises(TypeError, match="must be two numbers"):
+        hdet.weight_decay(bounds=3.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`spread` of knob 'weight_decay' must be 0 or more"):
+        hdet.weight_decay(spread=-1.0)
+    with pytest.raises(TypeError, match="`get` of knob 'x' must be a function"):
+        hdet.Knob("x", 1.0, lambda value: None, bounds=(0, 1))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_without_the_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs an optimizer with 'betas' in its groups, got SGD"):
+        Run([hdet.betas(beta1=None)], optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+
+
+def test_more_knobs_than_replicas_can_tell_apart_take_turns() -> None:
+    knobs = [hdet.lr(shared=True, spread=0.1), hdet.weight_decay(), hdet.eps(), hdet.momentum()]
+    with pytest.warns(UserWarning, match="4 replicas can tell 3 knob.s. apart, got 4: they take"):
+        run = Run(knobs, controller=hdet.Tracker())
+    rested = []
+    for _ in range(4):
+        rested.append([k.name for k in run.scheduler._run.knob_bank.knobs if not k.is_spread()])
+        run.go(T)
+    assert sorted(name for names in rested for name in names) == [
+        "eps",
+        "lr",
+        "momentum",
+        "weight_decay",
+    ]
+
+
+def test_too_many_random_permutations_are_told_as_well() -> None:
+    knobs = [hdet.lr(shared=True, spread=0.1), hdet.weight_decay()]
+    with pytest.warns(UserWarning, match="apart, got 2: none will move"):
+        Run(knobs, num=2, controller=hdet.Tracker(), design="permutation")
+    Run(knobs, num=2, controller=hdet.PaperController())
+
+
+def test_a_dial_that_nothing_reads_is_an_error() -> None:
+    class Manual(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            scores = hidden @ hidden.T
+            output: Tensor = self.down(scores.softmax(-1) @ hidden)
+            return output
+
+    model = Manual().double()
+    run = Run([hdet.attention_temperature(model)], model=model)
+    with pytest.raises(
+        ValueError, match="'attention_temperature' must take effect, but nothing has"
+    ):
+        run.go(T)
+
+
+def refuse_in_processes(rank: int) -> str:
+    model = tiny()
+    knob = stuck() if rank == 1 else hdet.Knob("stuck", lambda: 0.5, lambda v: None, bounds=(0, 1))
+    try:
+        hdet.HDET(
+            ConstantLR(adamw(model), factor=1.0),
+            model=DistributedDataParallel(model),
+            knobs=[knob],
+            controller=None,
+            preset="paper",
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_all_processes_refuse_together(processes: Processes) -> None:
+    assert all("must take effect" in told for told in processes(2, refuse_in_processes))
+
+
+def test_other_knobs_on_another_replica_are_an_error(processes: Processes) -> None:
+    told = processes(2, differing_knobs)
+    assert all(
+        "replicas must be alike: `knobs.0.spread` is 0.5 on replica 0 and 0.7" in t for t in told
+    )
+
+
+def differing_knobs(rank: int) -> str:
+    model = tiny()
+    try:
+        hdet.HDET(
+            LambdaLR(adamw(model), lambda _: 1.0),
+            model=DistributedDataParallel(model),
+            knobs=[hdet.weight_decay(spread=0.7 if rank else 0.5)],
+            preset="paper",
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_paper_steers_every_knob_by_its_softmax() -> None:
+    """h <- h + lambda (1 - beta) (sum w h - mean h) after one cycle (Remark 1)."""
+    run = Run([hdet.weight_decay()], controller=hdet.PaperController(temperature=0.01))
+    values = run.each("weight_decay")
+    run.go(T - 1)
+    parts = [batch(T - 1, replica) for replica in range(4)]
+    x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    losses = run.ensemble.losses(run.loss, x, y)
+    sums = run.scheduler._run.training_loss.rows()[:, 0] * (T - 1) + losses.detach()
+    run.go(1)
+    weights = (-(sums / T) / 0.01).softmax(0).tolist()
+    pull = math.fsum(w * v for w, v in zip(weights, values, strict=True)) - sum(values) / 4
+    want = 0.1 + 0.5 * 0.1 * pull
+    assert run.scheduler.get_knobs()["weight_decay"] == pytest.approx(want, rel=1e-6)
+
+
+# What a review has found -------------------------------------------------------------------------
+
+
+def consult(rank: int) -> list[float]:
+    model = tiny()
+    knob = hdet.attention_temperature(model, spread=2.0)
+    wrapped = DistributedDataParallel(model)
+    optimizer = adamw(model)
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=wrapped,
+        knobs=[knob],
+        controller=None,
+        sync_every=5,
+        preset="paper",
+    )
+    (dial,) = next(iter(knob.dials.values()))
+    before = float(dial())
+    with scheduler.consensus():
+        inside = float(dial())
+    return [before, inside, float(dial())]
+
+
+def test_the_consensus_has_the_values_of_the_centre(processes: Processes) -> None:
+    answers = processes(2, consult)
+    assert [inside for _, inside, _ in answers] == [1.0, 1.0]
+    assert sorted(before for before, _, _ in answers) == pytest.approx([1 / 3, 3.0])
+    assert all(before == after for before, _, after in answers)
+
+
+def one_cycle(knobs: list[Any]) -> list[list[float]]:
+    model = tiny()
+    ensemble = hdet.StackedReplicas(model, 2)
+    optimizer = ensemble.optimizer(adamw(model))
+    scheduler = hdet.OneCycleHDET(
+        optimizer,
+        max_lr=0.01,
+        total_steps=20,
+        model=model,
+        replicas=ensemble,
+        sync_every=2,
+        knobs=knobs,
+    )
+    seen = []
+    for step in range(20):
+        seen.append(scheduler.get_base_lr())
+        parts = [batch(step, replica) for replica in range(2)]
+        x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+        losses = ensemble.losses(lambda model, x, y: F.cross_entropy(model(x), y), x, y)
+        optimizer.zero_grad()
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses.detach())
+    return seen
+
+
+def test_learning_rates_that_are_not_explored_keep_their_schedule() -> None:
+    plain = adamw(tiny())
+    schedule = OneCycleLR(plain, max_lr=0.01, total_steps=20)
+    want = []
+    for _ in range(20):
+        want.append(schedule.get_last_lr())
+        plain.step()
+        schedule.step()
+    assert one_cycle([hdet.weight_decay()]) == [pytest.approx(lrs) for lrs in want]
+    partly = one_cycle([hdet.lr(groups=["weights"])])
+    assert [lrs[1] for lrs in partly] == pytest.approx([lrs[1] for lrs in want])
+
+
+def test_bounds_hold_for_learning_rates_too() -> None:
+    run = Run([hdet.lr(spread=0.5, bounds=(0.9, 1.1))], controller=hdet.PaperController())
+    assert sorted(run.each("lr")) == pytest.approx([0.045, 0.045, 0.055, 0.055])
+
+
+@pytest.mark.parametrize("spread", [-0.5, "x", 2.0])
+def test_a_learning_rate_cannot_become_negative(spread: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="`spread` must be"):
+        Run([hdet.lr(spread=spread)], controller=hdet.PaperController())
+
+
+def test_a_setter_without_effect_is_found_when_its_turn_comes() -> None:
+    with pytest.warns(UserWarning, match="take turns"):
+        run = Run([hdet.weight_decay(), stuck()], num=2, controller=hdet.Tracker())
+    with pytest.raises(ValueError, match="knob 'stuck' must take effect"):
+        run.go(2 * T)
+
+
+def test_knobs_that_take_turns_move_all_the_same() -> None:
+    """Two replicas tell one knob apart: how slopes vary is known from its turn before."""
+    dials = [hdet.Dial(4.0), hdet.Dial(4.0)]
+    knobs = [
+        hdet.Knob(name, dial.get, dial.set, bounds=(0.01, 10.0), space="log", spread=0.3)
+        for name, dial in zip("ab", dials, strict=True)
+    ]
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(x), y) + sum(dial() for dial in dials)
+
+    with pytest.warns(UserWarning, match="take turns"):
+        run = Run(knobs, num=2, controller=hdet.Tracker(), loss=loss, gradients="local")
+    assert all(value < 3.0 for value in run.go(40 * T).scheduler.get_knobs().values())
+    assert set(run.scheduler.sensitivity()) == {"a", "b"}
+
+
+def test_two_knobs_on_one_dial_are_refused() -> None:
+    dial = hdet.Dial(0.5)
+    knobs = [hdet.Knob(name, dial.get, dial.set, bounds=(0.0, 1.0)) for name in "ab"]
+    with pytest.raises(ValueError, match="must each write something else"):
+        Run(knobs, num=4)
+
+
+def test_momentum_starts_where_its_schedule_does() -> None:
+    knobs = [hdet.momentum(bounds=(0.92, 0.99))]  # the optimizer's own is 0.9
+    assert Run(knobs, base=cycled, total_steps=30).scheduler.get_knobs()["momentum"] == 0.95
+
+
+@pytest.mark.parametrize("bounds", [5, (1.0,), None])
+def test_bounds_of_learning_rates_are_two_numbers(bounds: Any) -> None:
+    with pytest.raises(TypeError, match="`bounds` of knob 'lr' must be two numbers"):
+        hdet.lr(bounds=bounds)
+
+
+def test_a_dial_needs_no_preparation_to_be_a_knob() -> None:
+    dial = hdet.Dial(0.5)
+    knob = hdet.Knob("x", dial.get, dial.set, bounds=(0.0, 1.0))
+    run = Run([knob], num=2)
+    assert sorted(dial.values.tolist()) == pytest.approx([0.4, 0.6])
+    with pytest.raises(ValueError, match="nothing has read it"):
+        run.go(T)
+
+
+def test_tighter_bounds_pull_a_loaded_value_in() -> None:
+    run = Run([hdet.weight_decay(bounds=(1e-3, 10.0))])
+    state = run.scheduler.state_dict()
+    state["knobs"][0]["scale"] = 5.0
+    tight = Run([hdet.weight_decay(bounds=(0.01, 1.0))])
+    tight.scheduler.load_state_dict(state)
+    assert tight.scheduler.get_knobs() == {"weight_decay": 1.0}
+
+
+@pytest.mark.parametrize("name", ["weights", "lr/weights"])
+def test_a_knob_named_like_a_group_is_refused(name: str) -> None:
+    state = {"x": 0.5}
+    knob = hdet.Knob(name, lambda: state["x"], lambda v: state.update(x=v), bounds=(0, 1))
+    with pytest.raises(ValueError, match="names that no parameter group has"):
+        Run([hdet.lr(), knob], num=1)
+    with pytest.raises(ValueError, match="`groups` of knob 'lr' must be different"):
+        Run([hdet.lr(groups=["weights", "weights"])])
+
+
+def test_a_second_run_has_the_settings_of_the_first_ones_start() -> None:
+    run = Run([hdet.weight_decay()])
+    base = ConstantLR(run.optimizer, factor=1.0)
+    hdet.HDET(base, model=run.model, replicas=run.ensemble, controller=None, preset="paper")
+    run.optimizer.step()
+    assert run.each("weight_decay") == [0.1] * 4
+
+
+def test_clipping_minds_what_is_still_scaled() -> None:
+    """A fused optimizer takes GradScaler's scale out in its step, after gradients are clipped."""
+    shifted_by = []
+    for fused in (False, True):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+        scheduler = hdet.HDET(
+            ConstantLR(optimizer, factor=1.0),
+            knobs=[hdet.gradient_clip(1.0)],
+            controller=None,
+            preset="paper",
+        )
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 2)).square().sum()).backward()
+        scaler.step(optimizer)
+        shifted_by.append(model.weight.detach().clone())
+        assert scheduler.get_knobs() == {"gradient_clip": 1.0}
+    assert torch.allclose(shifted_by[0], shifted_by[1], atol=1e-5)
+    assert float((shifted_by[0] - 1).norm()) == pytest.approx(1.0, abs=1e-4)
+    with pytest.raises(ValueError, match="`closure` must be None with"):
+        optimizer.step(lambda: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: hdet.Knob("x", lambda: 1.0, print, bounds=3), "must be two numbers, got 3"),  # type: ignore[arg-type]
+        (lambda: hdet.Knob("x", lambda: 1.0, print, bounds=(0, math.inf)), "must be given where"),
+        (
+            lambda: Run([hdet.weight_decay(groups=["weights", "biases"])]),
+            "got 0 in one of its groups",
+        ),
+        (
+            lambda: Run([hdet.weight_decay(schedule=lambda step: math.nan)]),
+            "`schedule` of knob 'weight_decay' must be finite, got nan at step 0",
+        ),
+        (
+            lambda: Run([hdet.eps()], optimizer=lambda m: torch.optim.Adafactor(m.parameters())),
+            "needs an optimizer with 'eps' in its groups, got Adafactor",
+        ),
+    ],
+)
+def test_odd_input_is_told_in_words(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
+
+
+def test_what_acts_in_training_alone_needs_gradients_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2))
+    knobs = [hdet.dropout(model)]
+    ensemble = hdet.StackedReplicas(model, 4)
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    given: Any = {"model": model, "replicas": ensemble, "knobs": knobs, "sync_every": 5}
+    for gradients, wanted in (("shared", 1), ("local", 0)):
+        base = ConstantLR(optimizer, factor=1.0)
+        probe = hdet.Probe(lambda model: model(torch.ones(2, 3)).mean())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            hdet.HDET(base, probe=probe, **{**given, "gradients": gradients})
+        texts = [str(one.message) for one in told]
+        assert sum("cannot tell the values of dropout apart" in text for text in texts) == wanted
+
+
+# What comes too late, or lies where nobody looks --------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(3, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.up(x))
+        return attend(y, y, y)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Outside of the class: what is tempered there is the module that calls it."""
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("make", [hdet.dropout, hdet.attention_temperature])
+def test_what_is_put_into_a_model_after_it_was_stacked_is_refused(make: Any) -> None:
+    model = Attends()
+    hdet.StackedReplicas(model, 2)
+    with pytest.raises(ValueError, match=r"before hdet\.StackedReplicas copies it"):
+        make(model)
+    early = Attends()
+    make(early)
+    hdet.StackedReplicas(early, 2)
+    make(early)  # all replicas have it: another run may name it again
+    make(hdet.StackedReplicas(Attends(), 2).consensus())
+
+
+def test_the_temperature_of_a_ddp_model_is_that_of_its_module(processes: Processes) -> None:
+    for trained, probed in processes(2, tempered):
+        assert trained == pytest.approx(probed)
+
+
+def tempered(rank: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Attends().eval())
+    (dials,) = hdet.attention_temperature(model).dials.values()
+    next(iter(dials)).set(3.0)
+    x = torch.randn(1, 5, 3)
+    with torch.no_grad():
+        return float(model(x).square().sum()), float(model.module(x).square().sum())
+
+
+def test_groups_of_attention_must_lie_beside_each_other() -> None:
+    model = nn.Sequential(nn.Sequential(Attends()))
+    with pytest.raises(ValueError, match=r"'0\.0' inside of '0'"):
+        hdet.attention_temperature(model, groups=["0", "0.0"], shared=False)
+
+
+def test_a_linear_space_spreads_over_a_tenth_of_its_bounds() -> None:
+    linear: Any = {"space": "linear"}
+    assert hdet.dropout(Attends(), bounds=(0.0, 0.5), **linear).spread == 0.05
+    assert hdet.weight_decay(bounds=(0.0, 0.2), **linear).spread == pytest.approx(0.02)
+    assert hdet.eps().spread == 2.0
+    assert hdet.weight_decay(spread=0.3).spread == 0.3
+
+
+def test_a_dropout_of_ones_own_class_is_told() -> None:
+    class Mine(nn.Dropout):
+        pass
+
+    with pytest.warns(UserWarning, match=r"stays as it is in '1' \(Mine\)"):
+        hdet.dropout(nn.Sequential(nn.Dropout(0.1), Mine(0.1)))
+
+
+def test_a_copy_of_a_model_has_its_dial_at_the_centre() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.scale = hdet.Dial(2.0)
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as in torch)
+            return self.scale() * super().forward(input)
+
+    model = Scaled()
+    replicas = hdet.StackedReplicas(model, 2)
+    knob = hdet.Knob("scale", model.scale.get, model.scale.set, bounds=(0.1, 10), space="log")
+    optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    base = ConstantLR(optimizer, factor=1.0)
+    hdet.HDET(base, model=model, replicas=replicas, knobs=[knob], preset="paper", sync_every=5)
+    copied: Any = replicas.consensus()
+    assert model.scale.values.tolist() == pytest.approx([2 / 1.5, 3.0])
+    assert float(copied.scale()) == 2.0
+
+
+def test_what_only_a_probe_reads_has_no_effect_on_training() -> None:
+    model, criterion = nn.Linear(3, 3), nn.CrossEntropyLoss(label_smoothing=0.1)
+    replicas = hdet.StackedReplicas(model, 2)
+    optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(8, 3), torch.randint(3, (8,))
+    scheduler = hdet.HDET(
+        ConstantLR(optimizer, factor=1.0),
+        model=model,
+        replicas=replicas,
+        knobs=[hdet.label_smoothing(criterion)],
+        probe=lambda model: criterion(model(x), y),
+        controller=hdet.Tracker(),
+        sync_every=2,
+        total_steps=10,
+        preset="paper",
+    )
+    with pytest.raises(ValueError, match="nothing has read it"):
+        for _ in range(2):
+            losses = replicas.losses(lambda model, x, y: F.cross_entropy(model(x), y), x, y)
+            optimizer.zero_grad()
+            losses.sum().backward()
+            optimizer.step()
+            scheduler.step(losses.detach())
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    box = {"mine": np.float32(0.5)}
+    knob = hdet.Knob("mine", lambda: box["mine"], lambda v: box.update(mine=v), bounds=(0.0, 1.0))
+    one: Any = np.float32(1.0)
+    Run([knob, hdet.weight_decay(schedule=lambda step: one)]).go(1)
+
+
+def test_what_is_no_number_is_told_by_its_name() -> None:
+    nothing = hdet.Knob("mine", lambda: None, lambda value: None, bounds=(0.0, 1.0))
+    with pytest.raises(TypeError, match="`get` of knob 'mine' must return a number"):
+        Run([nothing])
+
+    def unclear(step: int) -> Any:
+        return None
+
+    with pytest.raises(TypeError, match="`schedule` of knob 'weight_decay' must return a number"):
+        Run([hdet.weight_decay(schedule=unclear)])

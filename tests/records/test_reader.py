@@ -1,0 +1,235 @@
+"""Reading a record back: whole, resumed, unfinished, damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.records.reader import read
+from tests.sample_record import Sample, write_lines, write_sample
+
+
+def cycle(step: int, **more: Any) -> dict[str, Any]:
+    knob = {"name": "all", "lrs": [0.1, 0.2], "decision": "up", "reason": "why"}
+    line = {"event": "cycle", "step": step, "cycle": step // 10, "losses": [1.0, 2.0]}
+    return {**line, "knobs": [knob], **more}
+
+
+def raw(folder: Path, *lines: str | bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    texts = [line.encode() if isinstance(line, str) else line for line in lines]
+    (folder / "record.jsonl").write_bytes(b"\n".join(texts))
+    return folder
+
+
+def test_it_reads_what_the_recorder_writes(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    ensemble = hdet.StackedReplicas(model, 3)
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    scheduler = hdet.OneCycleHDET(
+        optimizer, 0.1, total_steps=12, sync_every=4, warmup_steps=4, model=model,
+        replicas=ensemble, gradients="local", record=tmp_path,
+    )  # fmt: skip
+    for _ in range(12):
+        optimizer.zero_grad()
+        losses = ensemble.losses(lambda m, x: (m(x) - 1).square().mean(), torch.randn(6, 2))
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses)
+    scheduler.note("the end", loss=0.5, accuracy=0.25)
+    told = read(tmp_path)
+    assert (told.damaged, told.dropped, told.is_finished) == ((), 0, True)
+    assert (told.num_replicas, told.starts[0].kind) == (3, "StackedReplicas")
+    assert (told.starts[0].device, set(told.versions)) == ("cpu", {"hdet", "python", "torch"})
+    for cycle in told.cycles:
+        assert len(cycle.losses) == len(cycle.loss_errors) == len(cycle.distances) == 3
+        assert all(value is not None and value > 0 for value in cycle.distances)
+        assert cycle.steps[-1] == cycle.step - 1
+    assert told.cycles[-1].knobs[0].hypergradient_error is not None
+    assert told.notes[0].text == "the end"
+    assert told.measure("accuracy") == [(12, 0.25)]
+
+
+def test_a_whole_record(tmp_path: Path) -> None:
+    run = write_sample(tmp_path / "a", cycles=10, excluded={3: 2})
+    told = read(run)
+    assert told.name == "a"
+    assert told == read(run / "record.jsonl")
+    assert told.settings["sync_every"] == 25
+    assert told.versions["hdet"] == "0.1.0"
+    assert told.is_finished
+    assert (told.last_step, told.total_steps, told.num_replicas) == (250, 250, 4)
+    assert [c.step for c in told.cycles] == list(range(25, 251, 25))
+    assert told.knob_names == ["embedding", "blocks"]
+    assert told.excluded == [(100, 2, "loss is not finite")]
+    assert told.cycles[3].losses[2] is None
+    assert [step for step, _ in told.measure("loss")] == [125, 250]
+    assert told.measure_names == ["loss", "accuracy"]
+    assert (told.damaged, told.dropped) == ((), 0)
+    first = told.cycles[0].knobs[0]
+    assert len(first.values) == 4
+    assert first.decision in ("up", "down", "stay")
+
+
+def test_a_record_from_before_times_and_distances(tmp_path: Path) -> None:
+    start = {"event": "run", "settings": {"total_steps": None}, "versions": {}}
+    told = read(write_lines(tmp_path, [start, cycle(10)]))
+    assert told.damaged == ()
+    assert told.total_steps is None
+    assert not told.is_finished
+    assert told.cycles[0].distances == ()
+    assert told.cycles[0].converge.seconds is None
+
+
+def test_a_scout_is_read(tmp_path: Path) -> None:
+    (told,) = read(write_sample(tmp_path, cycles=2, scouted=True)).scouts
+    assert told is not None
+    assert (told.step, told.found, told.scores[-1]) == (12, 2.0, None)
+    assert told.factors[:2] == (0.01, 0.04)
+    assert told.close[0] == (1.0, 3.4)
+
+
+def test_what_a_resume_supersedes_is_dropped_and_counted(tmp_path: Path) -> None:
+    note = {"event": "note", "step": 30, "text": "gone", "measures": {}}
+    lines = [
+        *({"event": "run", "settings": {}}, cycle(10), cycle(20)),
+        *({"event": "converge", "step": 20}, cycle(30), note, {"event": "converge", "step": 35}),
+        *({"event": "run", "settings": {}}, {"event": "resume", "step": 20}, cycle(30)),
+    ]
+    told = read(write_lines(tmp_path, lines))
+    assert [c.step for c in told.cycles] == [10, 20, 30]
+    assert [c.step for c in told.converges] == [20]
+    assert told.notes == ()
+    assert (told.dropped, told.resumes, len(told.starts)) == (3, (20,), 2)
+
+
+def test_a_run_resumed_twice_keeps_the_last_branch(tmp_path: Path) -> None:
+    steps = [10, 20, 30, 40]
+    lines = [cycle(step) for step in steps]
+    lines += [{"event": "resume", "step": 30}, cycle(40)]
+    lines += [{"event": "resume", "step": 10}, cycle(20)]
+    told = read(write_lines(tmp_path, lines))
+    assert [c.step for c in told.cycles] == [10, 20]
+    assert (told.resumes, told.dropped) == ((10,), 4)
+
+
+def test_a_run_started_over_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
+    lines = [cycle(10), cycle(20), {"event": "run", "settings": {}}, cycle(10, losses=[5.0, 5.0])]
+    told = read(write_lines(tmp_path, lines))
+    assert [c.losses for c in told.cycles] == [(5.0, 5.0)]
+    assert told.dropped == 2
+
+
+def test_a_resume_with_another_number_of_replicas(tmp_path: Path) -> None:
+    write_lines(tmp_path, Sample(cycles=6, total_cycles=10).lines())
+    told = read(write_lines(tmp_path, Sample(cycles=10, replicas=7).lines(first=4)))
+    assert [len(c.losses) for c in told.cycles] == [4] * 4 + [7] * 6
+    assert (told.num_replicas, told.most_replicas) == (7, 7)
+    assert told.is_finished
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{not json", "not JSON"),
+        (b'"\xff"', "not JSON"),
+        ("[1, 2]", "not a JSON object"),
+        ("{}", "no event"),
+        ("[" * 100_000, "nested too deeply"),
+        (json.dumps(cycle(10) | {"step": None}), "no step"),
+        (json.dumps(cycle(10) | {"step": "10"}), "step is not a whole number"),
+        (json.dumps(cycle(10) | {"step": -1}), "step is not a whole number"),
+        (json.dumps(cycle(10) | {"step": True}), "step is not a whole number"),
+        (json.dumps(cycle(10) | {"losses": None}), "no losses"),
+        (json.dumps(cycle(10) | {"losses": 3}), "losses is not a list"),
+        (json.dumps(cycle(10) | {"losses": ["a"]}), "losses is not a number"),
+        (json.dumps(cycle(10) | {"knobs": [3]}), "knobs holds something that is not a table"),
+        (json.dumps(cycle(10) | {"knobs": [{"name": 3}]}), "name is not a text"),
+        (json.dumps(cycle(10) | {"converge": 3}), "converge is not a table"),
+        (json.dumps(cycle(10) | {"excluded": [{}]}), "no replica"),
+        (json.dumps(cycle(10) | {"knobs": cycle(1)["knobs"] * 2}), "two knobs"),
+        ('{"event": "resume"}', "no step"),
+        ('{"event": "note", "step": 1, "measures": {"loss": "low"}}', "loss is not a number"),
+    ],
+)
+def test_a_damaged_line_is_skipped_and_listed(
+    tmp_path: Path, line: str | bytes, cause: str
+) -> None:
+    told = read(raw(tmp_path, json.dumps(cycle(20)), line, json.dumps(cycle(30)), ""))
+    assert [c.step for c in told.cycles] == [20, 30]
+    ((number, why),) = told.damaged
+    assert number == 2
+    assert cause in why
+
+
+def test_a_half_written_last_line_says_so(tmp_path: Path) -> None:
+    told = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))[:40]))
+    assert [c.step for c in told.cycles] == [10]
+    ((number, why),) = told.damaged
+    assert (number, why) == (2, "half written: the last line has no end")
+
+
+def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path) -> None:
+    told = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))))
+    assert [c.step for c in told.cycles] == [10, 20]
+    assert told.damaged == ()
+
+
+def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> None:
+    note = {"event": "note", "step": 1, "text": "a\u2028b"}
+    told = read(raw(tmp_path, json.dumps(note, ensure_ascii=False), ""))
+    assert told.notes[0].text == "a\u2028b"
+
+
+@pytest.mark.parametrize("number", ["null", "NaN", "Infinity", "1e999", "1" + "0" * 400])
+def test_what_is_not_finite_counts_as_missing(tmp_path: Path, number: str) -> None:
+    line = json.dumps(cycle(10)).replace("2.0", number)
+    assert read(raw(tmp_path, line)).cycles[0].losses == (1.0, None)
+
+
+def test_events_and_fields_of_the_future_are_ignored(tmp_path: Path) -> None:
+    told = read(write_lines(tmp_path, [{"event": "eclipse"}, cycle(10, moon="full")]))
+    assert len(told.cycles) == 1
+    assert told.damaged == ()
+
+
+def test_a_note_on_an_earlier_step_takes_its_place(tmp_path: Path) -> None:
+    notes = [{"event": "note", "step": step, "measures": {"loss": step}} for step in (30, 10, 20)]
+    told = read(write_lines(tmp_path, notes))
+    assert told.measure("loss") == [(10, 10.0), (20, 20.0), (30, 30.0)]
+    assert told.last_step == 30
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    run = raw(tmp_path, '{"schema": 2, "event": "run"}')
+    with pytest.raises(ValueError, match=r"schema 2; .* reads schema 1"):
+        read(run)
+
+
+def test_no_record_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no record at .*record\.jsonl"):
+        read(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no record at"):
+        read(tmp_path / "nowhere")
+
+
+def test_an_empty_record_is_a_history_of_nothing(tmp_path: Path) -> None:
+    told = read(raw(tmp_path, ""))
+    assert told.is_empty
+    assert not told.is_finished
+    assert (told.cycles, told.settings, told.num_replicas, told.last_step) == ((), {}, None, 0)
+
+
+def test_a_number_of_replicas_that_cannot_be_is_damage(tmp_path: Path) -> None:
+    line = json.dumps({"event": "run", "replicas": {"size": 2**50}})
+    told = read(raw(tmp_path / "a", line, ""))
+    assert told.damaged[0].cause.startswith("size of the replicas is too large")
+
+
+def test_runs_below_a_folder_are_named(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="there are runs in"):
+        read(tmp_path)

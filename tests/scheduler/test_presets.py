@@ -1,0 +1,294 @@
+"""What a run is set to where nobody has said."""
+
+import warnings
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+
+import hdet
+from hdet.records import reader
+from hdet.scheduler.presets import NUM_CYCLES, GivenOptions, choose_options, without_scout
+from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
+
+STEPS = 1600
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def one_cycle(optimizer: Any) -> LRScheduler:
+    return OneCycleLR(optimizer, 1e-5, total_steps=STEPS, cycle_momentum=False)
+
+
+def stacked(num: int = 8, base: Any = one_cycle, **options: Any) -> hdet.HDET:
+    model, optimizer = small()
+    ensemble = hdet.StackedReplicas(model, num)
+    schedule = base(ensemble.optimizer(optimizer))
+    return hdet.HDET(schedule, model=model, replicas=ensemble, **options)
+
+
+def test_the_best_is_a_scout_a_guard_and_no_spread() -> None:
+    chosen = choose_options("best", GivenOptions(), total_steps=3000, num_replicas=8)
+    assert chosen == (0.0, 3000 // NUM_CYCLES, None, hdet.Scout(), hdet.Guard(offload=True))
+    assert (
+        choose_options("best", GivenOptions(), total_steps=None, num_replicas=8).sync_every == 1000
+    )
+    assert (
+        choose_options("best", GivenOptions(), total_steps=10**6, num_replicas=8).sync_every == 1000
+    )
+    assert choose_options("best", GivenOptions(), total_steps=7, num_replicas=8).sync_every == 1
+
+
+def test_without_a_scout_the_learning_rate_itself_is_tracked() -> None:
+    given = GivenOptions(knobs=(hdet.lr(),), scout=None)
+    chosen = choose_options("best", given, total_steps=3000, num_replicas=8)
+    assert chosen.controller == hdet.Tracker()
+
+
+def test_where_the_scout_is_dropped_the_learning_rate_is_tracked() -> None:
+    assert without_scout(hdet.Tracker(relative=True)) == hdet.Tracker()
+    assert without_scout(None) is None
+
+
+def test_the_papers_is_what_it_says() -> None:
+    chosen = choose_options("paper", GivenOptions(), total_steps=3000, num_replicas=8)
+    assert chosen == (1 / 9, 1000, hdet.PaperController(), None, None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        GivenOptions(spread=0.2),
+        GivenOptions(knobs=(hdet.lr(),)),
+        GivenOptions(knobs=(hdet.weight_decay(),)),
+    ],
+)
+def test_who_explores_has_a_controller(given: GivenOptions) -> None:
+    chosen = choose_options("best", given, total_steps=3000, num_replicas=8)
+    has_rates = given.knobs is None or isinstance(given.knobs[0], type(hdet.lr()))
+    assert chosen.controller == hdet.Tracker(relative=has_rates)  # the scout finds the rest
+    assert chosen.spread == (given.spread or 1 / 9)
+    assert (chosen.scout is not None) == (chosen.guard is not None) == has_rates
+
+
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_what_is_said_counts(preset: str) -> None:
+    given = GivenOptions(0.0, 17, hdet.PaperController(), None, hdet.Guard(retries=2))
+    assert choose_options(preset, given, total_steps=100, num_replicas=4) == given[:5]
+
+
+def train(run: SmallRun) -> float:
+    """The mean loss of its last steps."""
+    losses = []
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        loss = run.backward(step)
+        run.optimizer.step()
+        run.scheduler.step(loss)
+        losses.append(float(loss.mean()))
+    return fmean(losses[-20:])
+
+
+def on_processes(rank: int) -> tuple[float, float]:
+    model, optimizer = small()
+    run = SmallRun("processes", rank, 4, model, optimizer, one_cycle, preset="best")
+    return train(run), run.scheduler.get_knobs()["lr/group0"]
+
+
+def test_nothing_but_the_model_finds_the_learning_rate(processes: Processes) -> None:
+    """The loss of a plain run hardly falls from there."""
+    (loss, factor), *others = processes(4, on_processes)
+    assert all(other[1] == factor for other in others)
+    assert factor > 30
+    model, optimizer = small()
+    first = float(loss_of(model, batch(0, 0)).detach())
+    plain = SmallRun("one", 0, 1, model, optimizer, one_cycle, scout=None, guard=None)
+    assert train(plain) > 0.8 * first
+    assert loss < 0.3 * first
+
+
+def test_without_scout_and_guard_it_is_the_base_schedule() -> None:
+    model, optimizer = small()
+    options = {"preset": "best", "scout": None, "guard": None}
+    train(SmallRun("one", 0, 1, model, optimizer, one_cycle, **options))
+    other, optimizer = small()
+    schedule = one_cycle(optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(other, batch(step, 0)).backward()
+        optimizer.step()
+        if step < STEPS - 1:
+            schedule.step()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def no_scout(words: str) -> Any:
+    return pytest.warns(UserWarning, match=f"no scout: .*{words}.* The learning rate is kept")
+
+
+def test_where_no_scout_can_be_it_says_why() -> None:
+    model, optimizer = small()
+    with no_scout("one replica .*StackedReplicas"):
+        alone = hdet.HDET(one_cycle(optimizer), model=model)
+    assert not alone.is_scouting
+    with no_scout("must fit in its `share`"):
+        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
+    with no_scout("rounds of 4 for 8 replicas, and training losses tell nothing"):
+        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=600, cycle_momentum=False))
+    with no_scout("how long the run is: give `total_steps=`"):
+        stacked(base=lambda o: ConstantLR(o, 1.0))
+    assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting
+    with no_scout("ReduceLROnPlateau"):
+        stacked(base=ReduceLROnPlateau, total_steps=STEPS)
+    with no_scout("at 0.003 of the given learning rate on average.*Noam"):
+        stacked(base=lambda o: LambdaLR(o, lambda _: 0.003), total_steps=STEPS)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # somebody has asked for it
+        stacked(base=ReduceLROnPlateau, total_steps=STEPS, scout=hdet.Scout())
+
+
+def test_what_a_user_forgets_is_pointed_out() -> None:
+    model, optimizer = small()
+    several = hdet.StackedReplicas(model, 8).optimizer(optimizer)
+    with pytest.raises(ValueError, match="must be the StackedReplicas whose optimizer this is"):
+        hdet.HDET(one_cycle(several), model=model, scout=None)
+    silent = stacked(scout=None, sync_every=2)
+    silent.optimizer.step()
+    silent.step()
+    with pytest.warns(UserWarning, match="a guard sees nothing without losses"):
+        silent.step()
+
+
+def test_a_scout_says_that_it_had_no_time() -> None:
+    model, optimizer = small()
+    ensemble = hdet.StackedReplicas(model, 8)
+    schedule = OneCycleLR(
+        ensemble.optimizer(optimizer), 1e-4, total_steps=200, cycle_momentum=False
+    )
+    scheduler = hdet.HDET(
+        schedule,
+        model=model,
+        replicas=ensemble,
+        scout=hdet.Scout(),
+        probe=lambda m: loss_of(m, batch(9, 9)),
+    )
+    with pytest.warns(UserWarning, match="had no time to look beyond what it tried"):
+        for step in range(8):
+            losses = ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(8)]))
+            losses.sum().backward()
+            schedule.optimizer.step()
+            scheduler.step(losses.detach())
+    assert not scheduler.is_scouting
+
+
+@pytest.mark.parametrize(
+    ("num", "probe", "least"),
+    [(8, True, 134), (8, False, 800), (4, True, 267), (4, False, 1600), (2, True, 534)],
+)
+def test_how_long_a_run_must_be_for_a_scout(num: int, probe: bool, least: int) -> None:
+    """As the README says; two replicas by losses need 3200."""
+
+    def started(total: int) -> hdet.HDET:
+        return stacked(
+            num,
+            lambda o: OneCycleLR(o, 1e-5, total_steps=total, cycle_momentum=False),
+            probe=(lambda model: loss_of(model, batch(9, 9))) if probe else None,
+        )
+
+    assert started(least).is_scouting
+    with no_scout(""):
+        assert not started(least - 1).is_scouting
+
+
+def outside_ddp(rank: int) -> list[str]:
+    model, optimizer = small()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        hdet.HDET(one_cycle(optimizer))
+        hdet.HDET(one_cycle(small()[1]), model=model, gradients="local")
+    model, optimizer = small()
+    with warnings.catch_warnings(record=True) as also:
+        warnings.simplefilter("always")
+        hdet.HDET(one_cycle(optimizer), model=model)
+    return [str(warning.message) for warning in [*seen, *also]]
+
+
+def test_gradients_that_cannot_be_switched_are_no_ground_for_a_scout(processes: Processes) -> None:
+    for told in processes(4, outside_ddp):
+        about = [text for text in told if text.startswith("no scout")]
+        assert "needs `model=`" in about[0]
+        assert "outside DDP" in about[1]
+        assert len(about) == 2
+
+
+def test_a_schedule_that_has_begun_is_not_scouted() -> None:
+    model, optimizer = small()
+    schedule = one_cycle(optimizer)
+    optimizer.step()
+    schedule.step()
+    assert not hdet.HDET(schedule).is_scouting
+    assert not hdet.HDET(schedule, model=model).is_scouting
+
+
+def test_a_controller_of_ones_own_has_something_to_steer_by() -> None:
+    chosen = choose_options(
+        "best", GivenOptions(controller=hdet.Tracker()), total_steps=900, num_replicas=8
+    )
+    assert chosen.spread == 1 / 9
+
+
+def test_a_length_must_be_a_whole_number() -> None:
+    for wrong in (300.0, "300"):
+        with pytest.raises(TypeError, match="`total_steps` must be"):
+            stacked(total_steps=wrong)
+
+
+def test_the_steps_of_a_scout_are_spent_for_who_resumes_without_one() -> None:
+    """The schedule still ends with the run."""
+    model, optimizer = small()
+    begun = SmallRun("stacked", 0, 8, model, optimizer, one_cycle, preset="best")
+    for _ in range(20):
+        begun.step()
+    assert begun.scheduler.is_scouting
+    begun.scheduler.converge()
+    model, optimizer = small()
+    resumed = SmallRun("one", 0, 1, model, optimizer, one_cycle, scout=None, guard=None)
+    resumed.scheduler.load_state_dict(begun.scheduler.state_dict())
+    for _ in range(20, STEPS):
+        resumed.step()
+    assert resumed.scheduler.get_base_lr()[0] < 1e-10
+
+
+def test_a_preset_must_be_known() -> None:
+    with pytest.raises(ValueError, match=r"`preset` must be one of .*'best', 'paper'.*got 'good'"):
+        stacked(preset="good")
+
+
+def test_the_record_says_what_was_set(tmp_path: Any) -> None:
+    stacked(record=tmp_path)
+    settings = reader.read(tmp_path).settings
+    assert settings["scout"]["share"] == 0.03
+    assert settings["guard"]["offload"] is True
+    assert settings["spread"] == 0.0
+
+
+def test_cycles_that_may_never_end_are_pointed_out() -> None:
+    given = GivenOptions(knobs=[hdet.weight_decay()])
+    with pytest.warns(UserWarning, match="nobody knows how long the run is: cycles have 1000"):
+        choose_options("best", given, total_steps=None, num_replicas=4)
+    choose_options("best", given._replace(sync_every=20), total_steps=None, num_replicas=4)
+    choose_options("best", GivenOptions(), total_steps=None, num_replicas=4)  # nothing is explored

@@ -1,0 +1,320 @@
+"""A guarded run: a spike takes it back to its last good weights, at a lower learning rate."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR
+
+import hdet
+from hdet.control.spike_guard import NEW_DATA_AFTER, RELIEF
+from hdet.replicas.protocol import SingleReplica
+from hdet.weights.averaging import ReplicaWeights
+from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
+
+T, N = 4, 3
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+class Run(SmallRun):
+    """Its weights are struck at given steps, as by a bad batch or a broken device."""
+
+    def __init__(self, engine: str, rank: int = 0, num: int = N, **options: Any) -> None:
+        settings = {"guard": hdet.Guard(), "spread": 0.1, "controller": None, "sync_every": T}
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+
+        def base(optimizer: Any) -> ConstantLR:
+            return ConstantLR(optimizer, factor=1.0)
+
+        super().__init__(engine, rank, num, model, optimizer, base, **{**settings, **options})
+
+    def strike(self, by: float) -> None:
+        with torch.no_grad():
+            for module in self.modules():
+                for parameter in module.parameters():
+                    parameter.mul_(by)
+
+    def go(self, steps: int, strikes: dict[int, float] | None = None) -> "Run":
+        for _ in range(steps):
+            if by := (strikes or {}).get(self.scheduler.last_epoch):
+                self.strike(by)
+            self.step()
+        return self
+
+    def state(self) -> list[Tensor]:
+        """Weights, buffers and moments of the replicas of this process."""
+        each = getattr(self.optimizer, "each", [self.optimizer])
+        tensors = [t for module in self.modules() for t in module.state_dict().values()]
+        moments = [
+            value
+            for optimizer in each
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for value in optimizer.state[p].values()
+        ]
+        return [tensor.detach().clone() for tensor in [*tensors, *moments]]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "record.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == "guard"]
+
+
+def guarded(rank: int, engine: str, strike: float, folder: Path | None) -> dict[str, Any]:
+    run = Run(engine, rank, record=folder).go(5 * T)
+    good = run.state()
+    run.go(T, {5 * T + 1: strike})
+    back = all(map(torch.equal, run.state(), good))
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    run.go(5 * T)
+    with torch.no_grad():
+        loss = float(loss_of(run.bare, batch(0, 0)))
+    return {"back": back, "scale": scale, "loss": loss, "end": run.scheduler.get_knobs()}
+
+
+@pytest.mark.parametrize("strike", [30.0, math.nan])
+@pytest.mark.parametrize("engine", ["one", "stacked", "processes"])
+def test_a_spike_takes_all_replicas_back_to_the_last_good_weights(
+    engine: str, strike: float, processes: Processes, tmp_path: Path
+) -> None:
+    arguments = (engine, strike, tmp_path)
+    answers = processes(N, guarded, *arguments) if engine == "processes" else None
+    for answer in answers or [guarded(0, *arguments)]:
+        assert answer["back"]
+        assert answer["scale"] == answer["end"]["lr/group0"] == 0.5
+        assert answer["loss"] < 1.0
+    (line,) = told(tmp_path)
+    assert (line["step"], line["back_to"], line["factor"]) == (6 * T, 5 * T, 0.5)
+    want = "no replica has finite weights and a finite loss" if math.isnan(strike) else "loss "
+    assert line["reason"].startswith(want)
+
+
+def test_without_a_guard_the_same_strike_is_the_end() -> None:
+    with pytest.raises(hdet.ReplicasLost):
+        Run("stacked", guard=None).go(6 * T, {5 * T + 1: math.nan})
+
+
+def test_a_strike_in_the_first_cycle_takes_it_back_to_the_start(tmp_path: Path) -> None:
+    run = Run("stacked", record=tmp_path)
+    before = [p.detach().clone() for module in run.modules() for p in module.parameters()]
+    run.go(T, {1: 30.0})
+    after = [p.detach() for module in run.modules() for p in module.parameters()]
+    assert all(map(torch.equal, after, before))
+    (line,) = told(tmp_path)
+    assert line["back_to"] == 0
+
+
+def test_weights_in_the_memory_of_the_host_are_the_same() -> None:
+    here, there = Run("stacked"), Run("stacked", guard=hdet.Guard(offload=True))
+    for run in (here, there):
+        run.go(8 * T, {5 * T + 1: 30.0})
+    assert all(map(torch.equal, here.state(), there.state()))
+
+
+def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place(
+    tmp_path: Path,
+) -> None:
+    run = Run("stacked", guard=hdet.Guard(retries=2), record=tmp_path).go(5 * T)
+    good = run.state()
+    strikes = {5 * T + 1 + T * turn: 30.0 for turn in range(3)}
+    run.go(2 * T, strikes)
+    assert run.scheduler.get_knobs()["lr/group0"] == 0.5 * 0.5**2
+    with pytest.raises(hdet.ReplicasLost, match=r"2 times in a row.*weights of step 20: save them"):
+        run.go(T, strikes)
+    assert all(map(torch.equal, run.state(), good))
+    assert [line["factor"] for line in told(tmp_path)] == [0.5, 0.25, None]
+    rates = [[group["lr"] for group in one.param_groups] for one in run.optimizer.each]
+    assert rates == run.scheduler.get_replica_lrs()  # the lowered ones
+    assert told(tmp_path)[-1]["reason"].startswith("stopped: loss")
+
+
+def test_a_run_without_spikes_is_the_run_without_a_guard() -> None:
+    guarded, plain = Run("stacked"), Run("stacked", guard=None)
+    for run in (guarded, plain):
+        run.go(10 * T)
+    assert all(map(torch.equal, guarded.state(), plain.state()))
+
+
+def test_a_resumed_run_remembers_what_is_good() -> None:
+    run = Run("one").go(5 * T)
+    other = Run("one")
+    other.bare.load_state_dict(run.bare.state_dict())
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    good = other.state()
+    other.go(T, {5 * T + 1: 30.0})
+    assert other.scheduler.get_knobs()["lr/group0"] == 0.5
+    assert all(map(torch.equal, other.state(), good))
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_a_checkpoint_in_the_first_cycle_has_its_first_loss(engine: str) -> None:
+    run = Run(engine).go(T - 2)
+    run.scheduler.converge()
+    other = Run(engine)
+    other.bare.load_state_dict(run.bare.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    states = [one.go(T + 2).scheduler.state_dict()["guard"] for one in (run, other)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("guard", [hdet.Guard(), None])
+def test_a_step_that_the_loop_skips_is_no_spike(guard: hdet.Guard | None) -> None:
+    """As GradScaler skips one: its loss is not finite, and no weight has moved."""
+    run = Run("stacked", guard=guard).go(5 * T + 1)
+    run.scheduler.step(torch.full((N,), math.nan))
+    run.go(T)
+    assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
+def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: Path) -> None:
+    """No learning rate brings the old loss back: after a few cycles that is believed."""
+    run = Run("stacked", record=tmp_path)
+    noise = torch.Generator().manual_seed(0)
+    for cycle in range(25):
+        level = 1.0 + 2.0 / (1 + cycle) if cycle < 10 else 6.0
+        for _ in range(T):
+            run.optimizer.step()
+            run.scheduler.step(level + 0.01 * torch.randn(N, generator=noise))
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
+    lines = told(tmp_path)
+    assert len(lines) == NEW_DATA_AFTER + 1
+    assert lines[-1]["reason"] == RELIEF
+    assert math.prod(line["factor"] for line in lines) == pytest.approx(1.0)
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"`guard` must be hdet.Guard\(\), None or 'auto', got True"
+    ):
+        Run("one", guard=True)
+    with pytest.raises(ValueError, match=r"`guard` needs hdet\.lr\(\) among the knobs"):
+        Run("one", knobs=[hdet.weight_decay()])
+    for options in ({"lower": 1.0}, {"retries": 0}, {"deviations": -1}, {"share": math.nan}):
+        with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be"):
+            hdet.Guard(**options)
+
+
+def test_a_replica_far_above_the_others_is_left_out_of_the_average(tmp_path: Path) -> None:
+    """Its weights are finite, and would be half of the mean."""
+    run = Run("stacked", num=4, record=tmp_path, spread=0.1).go(4 * T)
+    with torch.no_grad():
+        for parameter in run.modules()[2].parameters():
+            parameter.mul_(100.0)
+    run.go(T)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    (excluded,) = [line["excluded"] for line in lines if "excluded" in line][-1]
+    assert excluded["replica"] == 2
+    assert "the others" in excluded["reason"]
+    assert told(tmp_path) == []  # the run itself was never in danger
+    weights = [nn.utils.parameters_to_vector(module.parameters()) for module in run.modules()]
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    assert float(weights[0].detach().abs().max()) < 10
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
+    """Weights and buffers, not what their optimizers know; under `overlap` they do not agree."""
+    run = Run("stacked", guard=hdet.Guard(offload=offload), gradients="local").go(5 * T)
+    kept = run.scheduler._run.good_point._kept  # type: ignore[union-attr]
+    assert kept is not None
+    assert (len(kept.weights), len(kept.buffers), len(kept.states)) == (1, 1, N)
+    before = [tensor.clone() for tensor in run.state()]
+    run.go(T, {5 * T: math.inf})
+    for now, then in zip(run.state(), before, strict=True):
+        assert torch.equal(now, then)
+    late = Run("stacked", overlap=2).go(5 * T).scheduler._run.good_point
+    assert len(late._kept.weights) == N  # type: ignore[union-attr]
+
+
+class Named(dict[str, Any]):
+    """A state of its own kind, as some optimizers keep it."""
+
+    @property
+    def moment(self) -> Tensor:
+        moment: Tensor = self["moment"]
+        return moment
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if not self.state[parameter]:
+                self.state[parameter] = Named(moment=torch.zeros_like(parameter))
+            moment = self.state[parameter].moment.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(self.param_groups[0]["lr"] * moment)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_states_of_any_kind_come_back_as_they_were(offload: bool) -> None:
+    model = net()
+    run = SmallRun(
+        "one",
+        0,
+        1,
+        model,
+        Own(model.parameters()),
+        lambda optimizer: ConstantLR(optimizer, factor=1.0),
+        guard=hdet.Guard(offload=offload),
+        sync_every=T,
+    )
+    for step in range(10 * T):
+        if step == 6 * T:
+            with torch.no_grad():
+                next(model.parameters()).mul_(math.inf)
+        run.step()
+    assert run.scheduler.get_knobs() == {"lr/group0": 0.5}
+    assert all(type(state) is Named for state in run.optimizer.state.values())
+
+
+def test_states_that_are_views_of_one_another_stay_so() -> None:
+    """As those of an optimizer with one flat buffer."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    flat = torch.zeros(4)
+    optimizer.state[weight] = {"flat": flat, "moment": flat[:2]}
+    parameters = ReplicaWeights(optimizer, None, SingleReplica())
+    kept = parameters.snapshot()
+    parameters.restore_(kept)
+    optimizer.state[weight]["flat"].fill_(7.0)
+    assert optimizer.state[weight]["moment"].tolist() == [7.0, 7.0]
+
+
+def test_parameters_of_eight_bits_are_guarded() -> None:
+    model = net()
+    model.register_parameter(
+        "scale", nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    run = SmallRun(
+        "one",
+        0,
+        1,
+        model,
+        optimizer,
+        lambda optimizer: ConstantLR(optimizer, factor=1.0),
+        guard=hdet.Guard(),
+        sync_every=T,
+    )
+    for _ in range(2 * T):
+        run.step()
+    good_point = run.scheduler._run.good_point
+    assert good_point is not None
+    assert good_point.step == 2 * T

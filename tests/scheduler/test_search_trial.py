@@ -1,0 +1,876 @@
+"""A scout inside a run: on every engine each replica trains alone, and the run begins anew."""
+
+import copy
+import json
+import math
+import warnings
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import hdet
+from hdet.lr_search.scout import AllRatesDiverged
+from tests.processes import Processes
+from tests.small_run import SmallRun, batch, loss_of
+
+N, STEPS, S, LR = 4, 8, 120, 0.02
+SCOUT = hdet.Scout(decades=2, steps=STEPS)  # 4 learning rates in one round
+HELD = torch.randn(32, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(torch.tanh(self.norm(self.up(x))))
+        return output
+
+
+def net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net().double()
+
+
+def score(model: Any) -> Tensor:
+    return (model(HELD) - HELD.flip(1)).square().mean(1)
+
+
+class Run(SmallRun):
+    """With what it was before the scout."""
+
+    def __init__(
+        self, engine: str, rank: int = 0, total: int = S, base_lr: float = LR, **options: Any
+    ) -> None:
+        settings = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "sync_every": 10}
+        settings |= {"controller": None, "spread": 0.0}
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=base_lr)
+
+        def base(optimizer: Any) -> OneCycleLR:
+            return OneCycleLR(optimizer, base_lr, total_steps=total)
+
+        super().__init__(engine, rank, N, model, optimizer, base, **{**settings, **options})
+
+    def go(self, steps: int) -> "Run":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def vectors(self) -> list[Tensor]:
+        """Weights and buffers of the replicas of this process."""
+        return [
+            torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
+            for module in self.modules()
+        ]
+
+    def weights(self) -> list[Tensor]:
+        return [
+            nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+            for module in self.modules()
+        ]
+
+    def states(self) -> list[int]:
+        each = getattr(self.optimizer, "each", [self.optimizer])
+        return [len(optimizer.state) for optimizer in each]
+
+
+def alone(replica: int, factor: float) -> Tensor:
+    """A plain loop: one model, one learning rate, its own batches. What it scores then."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR * factor, betas=(0.95, 0.999))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, replica)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return score(model).mean()
+
+
+def scouted(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any]:
+    run = Run(engine, rank, record=folder)
+    before = run.vectors()
+    lrs = run.scheduler.get_replica_lrs()
+    run.go(STEPS)
+    after = {
+        "lrs": lrs,
+        "back": all(map(torch.equal, run.vectors(), before)),
+        "states": run.states(),
+        "scale": run.scheduler.get_knobs()["lr/group0"],
+        "step": run.scheduler.last_epoch,
+    }
+    run.go(3)
+    alike = run.weights()
+    run.go(S - STEPS - 3)
+    return {**after, "alike": alike, "end": run.weights()}
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """The line of the record about the scout."""
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["event"] == "scout"]
+    return dict(line)
+
+
+def on(processes: Processes, engine: str, *arguments: Any) -> list[dict[str, Any]]:
+    if engine == "processes":
+        return processes(N, scouted, engine, *arguments)
+    return [scouted(0, engine, *arguments)]
+
+
+@pytest.mark.parametrize("engine", ["stacked", "processes"])
+def test_replicas_scout_alone_and_the_run_begins_anew(
+    engine: str, processes: Processes, tmp_path: Path
+) -> None:
+    answers = on(processes, engine, tmp_path)
+    factors = [10 ** (-1 + 2 * place / 3) for place in range(4)]
+    for answer in answers:
+        assert answer["lrs"] == [[pytest.approx(LR * factor)] for factor in factors]
+        assert answer["back"]
+        assert set(answer["states"]) == {0}
+        assert answer["step"] == STEPS
+        assert answer["scale"] == answers[0]["scale"]
+    # Gradients are shared again: with one learning rate all weights stay alike.
+    first, *others = [vector for answer in answers for vector in answer["alike"]]
+    assert len(others) == N - 1
+    assert all(torch.equal(first, other) for other in others)
+    line = told(tmp_path)
+    want = [float(alone(replica, factor)) for replica, factor in enumerate(factors)]
+    assert [point["score"] for point in line["points"]] == pytest.approx(want, rel=1e-9)
+    # The gradients of the first step are of one place: how much noise is in them?
+    gradients = [gradient(replica) for replica in range(N)]
+    mean = torch.stack(gradients).mean(0)
+    variance = sum(float((g - mean).square().sum()) for g in gradients) / (N - 1)
+    noise = variance / (float(mean.square().sum()) - variance / N)
+    assert line["noise"] == pytest.approx(noise, rel=1e-9)
+    growth = (1 + noise) / (1 + noise / N)
+    course = one_cycle(S)
+    expected = line["found"] * growth * S * LR / sum(course[:S])
+    assert answers[0]["scale"] == pytest.approx(expected, rel=1e-6)
+
+
+def gradient(replica: int) -> Tensor:
+    model = net()
+    loss_of(model, batch(0, replica)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def one_cycle(steps: int) -> list[float]:
+    """The learning rates of torch's own, one for each step and one beyond."""
+    plain = torch.optim.AdamW(net().parameters(), lr=LR)
+    schedule = OneCycleLR(plain, LR, total_steps=steps)
+    course = [float(schedule.get_last_lr()[0])]
+    for _ in range(steps):
+        plain.step()
+        schedule.step()
+        course.append(float(schedule.get_last_lr()[0]))
+    return course
+
+
+class Only:
+    """A schedule of the user's own that only some processes can look ahead in."""
+
+    def __init__(self, rank: int) -> None:
+        self._known = 20 if rank == 0 else S
+
+    def factor(self, step: int) -> float:
+        if step > self._known:
+            raise LookupError("not known yet")
+        return 1 - step / S
+
+
+def disagreeing(rank: int) -> float:
+    model = net()
+    run = SmallRun(
+        "processes",
+        rank,
+        N,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: LambdaLR(optimizer, Only(rank).factor),
+        scout=SCOUT,
+        probe=hdet.Probe(score, tail=0.0),
+        controller=None,
+        spread=0.0,
+        total_steps=S,
+        sync_every=10,
+    )
+    for _ in range(STEPS):
+        run.step()
+    return run.scheduler.get_knobs()["lr/group0"]
+
+
+def test_a_schedule_that_some_processes_cannot_look_ahead_in_does_not_take_them_apart(
+    processes: Processes,
+) -> None:
+    assert len(set(processes(N, disagreeing))) == 1
+
+
+def test_gradients_that_nobody_trains_with_do_not_count(tmp_path: Path) -> None:
+    """They are never cleared, and would grow from round to round."""
+    noises = []
+    for name, frozen in (("left", False), ("frozen", True)):
+        model = net()
+        for parameter in model.up.parameters():
+            parameter.requires_grad_(not frozen)
+        rest = [*model.norm.parameters(), *model.down.parameters()]
+        run = SmallRun(
+            "stacked",
+            0,
+            N,
+            model,
+            torch.optim.AdamW(rest, lr=LR),
+            lambda optimizer: OneCycleLR(optimizer, LR, total_steps=S),
+            scout=SCOUT,
+            probe=hdet.Probe(score, tail=0.0),
+            controller=None,
+            spread=0.0,
+            sync_every=10,
+            record=tmp_path / name,
+        )
+        for _ in range(STEPS):
+            run.step()
+        noises.append(told(tmp_path / name)["noise"])
+    assert noises[0] == pytest.approx(noises[1], rel=1e-9)
+
+
+def test_both_engines_go_the_same_way(processes: Processes) -> None:
+    (stacked,), each = on(processes, "stacked"), on(processes, "processes")
+    assert stacked["scale"] == pytest.approx(each[0]["scale"], rel=1e-9)
+    for ours, theirs in zip(stacked["end"], each, strict=True):
+        torch.testing.assert_close(ours, theirs["end"][0], rtol=1e-6, atol=1e-8)
+
+
+def test_the_schedule_is_played_over_what_is_left() -> None:
+    run = Run("stacked").go(STEPS)
+    scale, course = run.scheduler.get_knobs()["lr/group0"], one_cycle(S)
+    for step in range(S - STEPS):
+        assert run.scheduler.get_base_lr() == [
+            pytest.approx(scale * course[round(step * S / (S - STEPS))])
+        ]
+        run.go(1)
+    assert run.scheduler.get_base_lr() == [pytest.approx(scale * course[S])]
+
+
+def mean_after_a_scout(rise: float) -> float:
+    """Of the learning rates of a schedule that rises so far above the one that was given."""
+    model = net()
+    given: Any = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "total_steps": S}
+    run = SmallRun(
+        "stacked",
+        0,
+        N,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1 + rise * min(step / 40, 1.0)),
+        **{"controller": None, "spread": 0.0, "sync_every": 10, **given},
+    )
+    lrs = []
+    for step in range(S):
+        if step >= STEPS:
+            lrs.append(run.scheduler.get_base_lr()[0])
+        run.step()
+    return fmean(lrs)
+
+
+def test_the_mean_of_a_schedule_is_what_was_found_also_above_what_was_given() -> None:
+    assert mean_after_a_scout(7.0) == pytest.approx(mean_after_a_scout(0.0), rel=0.05)
+
+
+@pytest.mark.parametrize("rise", [1.0, 200.0])
+def test_a_schedule_that_rises_stays_below_half_of_what_was_lost(
+    rise: float, tmp_path: Path
+) -> None:
+    """Not what was given counts, but what a schedule makes of it at its highest."""
+    model = net()
+    run = SmallRun(
+        "stacked",
+        0,
+        N,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: LambdaLR(optimizer, lambda step: rise if step == S // 2 else 1.0),
+        controller=None,
+        spread=0.0,
+        sync_every=10,
+        total_steps=S,
+        scout=hdet.Scout(steps=STEPS),
+        probe=score,
+        record=tmp_path,
+    )
+    while run.scheduler.is_scouting:
+        run.step()
+    line = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
+    lost = min(filter(None, [line["edge"], line["explosion"]]))
+    assert line["factor"] * rise <= lost / 2 * 1.0001
+    assert line["factor"] * rise > lost / 100
+
+
+def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Path) -> None:
+    Run("unheard", probe=None, record=tmp_path).go(STEPS)
+    line = told(tmp_path)
+    for replica, point in enumerate(line["points"]):
+        model = net()
+        betas = (0.95, 0.999)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR * point["factor"], betas=betas)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step, replica))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert point["score"] == pytest.approx(fmean(losses[STEPS // 2 :]), rel=1e-9)
+
+
+def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
+    run = Run("stacked")
+    before = run.vectors()
+    run.go(3)
+    with run.scheduler.consensus():
+        assert all(map(torch.equal, run.vectors(), before))
+    assert not torch.equal(run.vectors()[0], run.vectors()[1])
+    run.scheduler.converge()
+    assert all(map(torch.equal, run.vectors(), before))
+    saved = copy.deepcopy((run.bare.state_dict(), run.scheduler.state_dict()))
+    other = Run("stacked")
+    other.bare.load_state_dict(saved[0])
+    other.scheduler.load_state_dict(saved[1])
+    for one in (run, other):
+        one.go(STEPS)
+        assert one.scheduler.last_epoch == 3 + STEPS
+    assert run.scheduler.get_knobs() == other.scheduler.get_knobs()
+    for ours, theirs in zip(run.go(20).vectors(), other.go(20).vectors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_by_losses_too_a_resumed_scout_is_the_one_that_went_on() -> None:
+    options: Any = {"scout": hdet.Scout(decades=4, steps=6, share=0.5), "probe": None}
+    run = Run("unheard", **options).go(6 + 3)  # in the middle of the second round
+    run.scheduler.converge()
+    other = Run("unheard", **options)
+    other.bare.load_state_dict(copy.deepcopy(run.bare.state_dict()))
+    other.scheduler.load_state_dict(copy.deepcopy(run.scheduler.state_dict()))
+    for ours, theirs in zip(run.go(40).vectors(), other.go(40).vectors(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert run.scheduler.get_knobs() == other.scheduler.get_knobs()
+
+
+class Counting(Net):
+    """It makes a new buffer instead of changing the one it has."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        return super().forward(x)
+
+
+def looked_at(rank: int) -> bool:
+    model = Counting().double()
+    model.load_state_dict(net().state_dict(), strict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler = hdet.HDET(
+        OneCycleLR(optimizer, LR, total_steps=S),
+        model=model,
+        replicas=hdet.ProcessReplicas(keep_out=["down.*"]),
+        scout=hdet.Scout(decades=2, steps=STEPS),
+        gradients="local",
+        guard=None,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    before = copy.deepcopy(model.state_dict())
+    with scheduler.consensus(), torch.no_grad():
+        assert not torch.equal(model.up.weight, before["up.weight"])
+        model(HELD)
+    return all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_a_look_at_the_consensus_leaves_no_trace(processes: Processes) -> None:
+    """Nor in what exists once for all replicas, nor in a buffer that the forward has replaced."""
+    assert processes(2, looked_at) == [True] * 2
+
+
+@pytest.mark.parametrize("made", [6, 12, 18])
+def test_rounds_that_were_made_are_not_made_again_after_a_resume(made: int) -> None:
+    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds, and two around the choice
+    whole, cut = Run("stacked", scout=scout), Run("stacked", scout=scout)
+    whole.go(24)
+    cut.go(made)
+    cut.scheduler.converge()
+    other = Run("stacked", scout=scout)
+    other.bare.load_state_dict(cut.bare.state_dict())
+    other.scheduler.load_state_dict(cut.scheduler.state_dict())
+    other.go(24 - made)
+    assert other.scheduler.get_knobs() == whole.scheduler.get_knobs()
+    assert other.scheduler.get_knobs()["lr/group0"] != 1.0
+
+
+@pytest.mark.filterwarnings("ignore:the scout was interrupted by a `converge")
+def test_checkpoints_that_always_come_too_early_do_not_keep_the_run_from_training() -> None:
+    run = Run("stacked")
+    before = run.weights()
+    for _ in range(10):
+        run.go(5)
+        run.scheduler.converge()
+        lrs = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
+        assert (run.scheduler._run.trial is None) == (len(lrs) == 1)
+    assert run.scheduler._run.trial is None
+    assert not torch.equal(run.weights()[0], before[0])
+
+
+def test_a_run_that_never_scouted_does_not_begin_to_in_the_middle() -> None:
+    run = Run("stacked", scout=None).go(20)
+    run.scheduler.converge()
+    other = Run("stacked")
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert other.scheduler._run.trial is None
+
+
+def test_a_run_that_has_scouted_does_not_scout_again_after_a_resume() -> None:
+    run = Run("stacked").go(20)
+    run.scheduler.converge()
+    other = Run("stacked")
+    other.bare.load_state_dict(run.bare.state_dict())
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert other.scheduler.get_base_lr() == run.scheduler.get_base_lr()
+    for ours, theirs in zip(run.go(30).vectors(), other.go(30).vectors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_longer_run_plays_the_rest_of_its_schedule_over_what_is_left() -> None:
+    run = Run("stacked").go(60)
+    run.scheduler.converge()
+    other = Run("stacked", total=2 * S)
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert other.scheduler._run.clock.base_step == run.scheduler._run.clock.base_step
+    other.go(2 * S - 60)
+    assert other.scheduler._run.clock.base_step == 2 * S
+
+
+def loaded() -> tuple[Run, list[Tensor]]:
+    """A run into which weights and buffers were loaded after it was made."""
+    run = Run("stacked")
+    run.bare.load_state_dict({name: 0.5 * value for name, value in net().state_dict().items()})
+    return run, run.vectors()
+
+
+def test_weights_that_are_loaded_after_the_scheduler_was_made_are_not_damaged() -> None:
+    run, before = loaded()
+    run.go(STEPS)
+    assert all(map(torch.equal, run.vectors(), before))
+
+
+def test_nor_if_the_first_step_is_skipped_or_the_consensus_is_looked_at_before_it() -> None:
+    run, before = loaded()
+    with run.scheduler.consensus():
+        assert all(map(torch.equal, run.vectors(), before))
+    run.scheduler.converge()
+    assert all(map(torch.equal, run.vectors(), before))
+    weights = run.weights()
+    for step in range(STEPS):
+        losses = run.backward(step)
+        if step:  # as GradScaler does
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.scheduler.step(losses)
+    assert all(map(torch.equal, run.weights(), weights))
+
+
+def test_an_optimizer_state_that_is_loaded_later_is_kept() -> None:
+    warm, run = Run("stacked", scout=None).go(7), Run("stacked")
+    run.optimizer.load_state_dict(warm.optimizer.state_dict())
+    run.go(STEPS)
+    first = next(iter(run.optimizer.each[0].state.values()))
+    assert int(first["step"]) == 7
+
+
+def test_other_knobs_rest_while_learning_rates_are_scouted() -> None:
+    knobs = [hdet.lr(), hdet.weight_decay(spread=0.5)]
+    run = Run("stacked", knobs=knobs, controller=hdet.Tracker(), design="latin")
+    assert {g["weight_decay"] for one in run.optimizer.each for g in one.param_groups} == {0.01}
+    run.go(STEPS)
+    assert len({g["weight_decay"] for one in run.optimizer.each for g in one.param_groups}) == N
+
+
+def test_a_loop_that_clears_its_model_only_goes_on_after_the_scout() -> None:
+    run = Run("stacked")
+    for step in range(STEPS + 3):
+        run.bare.zero_grad()
+        losses = run.backward(step)
+        run.optimizer.step()
+        run.scheduler.step(losses)
+    first, *others = run.weights()
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:
+    calls = []
+
+    def fails(model: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("of its own")
+        return score(model)
+
+    run = Run("stacked", probe=hdet.Probe(fails, tail=0.0))
+    before = run.vectors()
+    with pytest.raises(KeyError):
+        run.go(STEPS)
+    assert all(map(torch.equal, run.vectors(), before))
+    rates = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
+    assert rates == set(run.scheduler.get_base_lr())  # none that was tried is left
+    run.go(3)
+    assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
+def test_what_all_set_out_from_is_scored_once() -> None:
+    calls = []
+
+    def progress_state(model: Any) -> Tensor:
+        calls.append(1)
+        return score(model)
+
+    Run("stacked", probe=hdet.Probe(progress_state, tail=0.0)).go(STEPS)
+    assert len(calls) == N + 1
+
+
+def test_it_may_go_on_from_the_best_replica(tmp_path: Path) -> None:
+    scout = hdet.Scout(decades=2, steps=STEPS, rewind=False)
+    run = Run("stacked", scout=scout, record=tmp_path).go(STEPS)
+    line = told(tmp_path)
+    best = min(point["score"] for point in line["points"])
+    for module in run.modules():
+        with torch.no_grad():  # in training mode, as it was scored
+            assert float(score(module).mean()) == pytest.approx(best, rel=1e-9)
+    assert set(run.states()) == {6}
+
+
+def test_random_numbers_come_back_too() -> None:
+    torch.manual_seed(11)
+    run = Run("stacked")
+    before = torch.get_rng_state()
+    for _ in range(STEPS):
+        torch.rand(3)
+        run.go(1)
+    draws = torch.rand(2)
+    torch.set_rng_state(before)
+    torch.rand(3)
+    assert torch.equal(draws, torch.rand(2))
+
+
+def test_one_replica_keeps_its_learning_rate_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="`scout` needs several replicas"):
+        run = Run("one")
+    assert run.go(STEPS).scheduler.get_knobs() == {"lr/group0": 1.0}
+
+
+def test_where_everything_blows_up_the_weights_are_not_lost() -> None:
+    run = Run("stacked", probe=lambda model: score(model) * float("nan"))
+    before = run.vectors()
+    with pytest.raises(AllRatesDiverged, match="blows up"):
+        run.go(3 * STEPS)
+    assert all(map(torch.equal, run.vectors(), before))
+    run.go(3)  # with the learning rate that was given
+    assert run.scheduler.get_knobs()["lr/group0"] == 1.0
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\), None, 'auto' or .* 4"):
+        Run("stacked", scout=4)
+    with pytest.raises(ValueError, match=r"`scout` needs hdet\.lr"):
+        Run("stacked", knobs=[hdet.weight_decay()])
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`scout` needs `model=`, got None"):
+        hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), scout=SCOUT, preset="paper")
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    with pytest.raises(ValueError, match="cannot be used with SyncBatchNorm"):
+        hdet.HDET(
+            OneCycleLR(optimizer, 0.1, total_steps=10),
+            model=synchronised,
+            scout=SCOUT,
+            preset="paper",
+        )
+    with pytest.raises(ValueError, match="cannot be used under ReduceLROnPlateau"):
+        hdet.HDET(ReduceLROnPlateau(optimizer), model=model, scout=SCOUT, preset="paper")
+
+
+def looked_again(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any]:
+    """A run whose learning rate is a thousand times too low until somebody asks."""
+    run = Run(engine, rank, 300, scout=None, record=folder, base_lr=LR / 1000, guard=hdet.Guard())
+    run.go(85)
+    run.scheduler.scout_again(hdet.Scout(share=0.4))
+    before = run.vectors()
+    assert run.scheduler.is_scouting
+    for _ in range(100):
+        if run.scheduler.is_scouting:
+            run.step()
+    back = all(map(torch.equal, run.vectors(), before))
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    run.go(300 - run.scheduler.last_epoch)
+    return {"back": back, "scale": scale, "end": run.weights(), "lr": run.scheduler.get_last_lr()}
+
+
+def test_it_can_be_asked_for_in_mid_run(processes: Processes, tmp_path: Path) -> None:
+    alone = looked_again(0, "stacked", tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    told = [line for line in lines if line["event"] == "scout"][-1]
+    assert told["step"] > 85
+    assert told["factor"] == pytest.approx(alone["scale"])
+    assert alone["scale"] > 20
+    assert alone["back"]
+    assert alone["lr"] == pytest.approx([0.0], abs=1e-5)  # the schedule has ended with the run
+    for answer in processes(N, looked_again, "processes"):
+        assert answer["back"]
+        torch.testing.assert_close(answer["end"][0], alone["end"][0], rtol=1e-7, atol=1e-9)
+
+
+def test_what_was_found_before_is_where_it_looks_from() -> None:
+    run = Run("stacked", total=600, guard=None).go(300)
+    (now,), scale = run.scheduler.get_last_lr(), run.scheduler.get_knobs()["lr/group0"]
+    run.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS))
+    lrs = sorted(lrs[0] for lrs in run.scheduler.get_replica_lrs())
+    assert (lrs[0] * lrs[-1]) ** 0.5 == pytest.approx(now)
+    assert now < LR * scale  # the schedule has come down
+
+
+def test_it_is_resumed_as_it_was_asked_for() -> None:
+    asked = hdet.Scout(decades=2, steps=STEPS, share=0.2)
+    run = Run("stacked", total=600, scout=None).go(100)
+    run.scheduler.scout_again(asked)
+    run.go(3)
+    run.scheduler.converge()
+    told, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
+    other = Run("stacked", total=600, scout=None)
+    for module in other.modules():
+        module.load_state_dict(weights)
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    other.scheduler.load_state_dict(json.loads(json.dumps(told)))
+    for each in (run, other):
+        assert each.scheduler.get_replica_lrs() == run.scheduler.get_replica_lrs()
+    for _ in range(100):
+        for each in (run, other):
+            if each.scheduler.is_scouting:
+                each.step()
+    assert other.scheduler.last_epoch == run.scheduler.last_epoch < 200
+    assert other.scheduler.get_knobs() == run.scheduler.get_knobs()
+
+
+def test_it_says_why_it_cannot_be_asked_for() -> None:
+    run = Run("stacked", total=600)
+    with pytest.raises(RuntimeError, match="must wait until the replicas have scouted"):
+        run.scheduler.scout_again()
+    run.go(590)
+    weights = run.vectors()
+    with pytest.raises(ValueError, match="scout"):
+        run.scheduler.scout_again(hdet.Scout())  # ten steps are left
+    assert all(map(torch.equal, run.vectors(), weights))
+    with pytest.raises(RuntimeError, match="several replicas"):
+        Run("one", scout=None).scheduler.scout_again()
+
+
+# Bad batches -------------------------------------------------------------------------------------
+
+
+class Struck(Run):
+    """Some replicas see a batch that has no finite loss, in one step."""
+
+    def __init__(self, engine: str, rank: int, at: int, who: set[int], **options: Any) -> None:
+        super().__init__(engine, rank, **options)
+        self._at, self._who = at, who
+
+    def backward(self, step: int) -> Tensor:
+        if self.ensemble is not None:
+            parts = [self._seen(step, replica) for replica in range(self.num)]
+            losses = self.ensemble.losses(loss_of, torch.cat(parts))
+        else:
+            losses = loss_of(self.model, self._seen(step, self.rank))
+        losses.sum().backward()
+        return losses.detach()
+
+    def _seen(self, step: int, replica: int) -> Tensor:
+        bad = step == self._at and replica in self._who
+        return batch(step, replica) * (math.nan if bad else 1.0)
+
+
+def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float:
+    given: Any = {"scout": hdet.Scout(decades=3, steps=STEPS, share=0.5)}
+    given |= {} if probe else {"probe": None}
+    run = Struck(engine, rank, at, who, **given)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        while run.scheduler.is_scouting:
+            run.step()
+    everyone = len(who) == N
+    assert any("it is made again" in str(one.message) for one in told) == everyone
+    return run.scheduler.get_knobs()["lr/group0"]
+
+
+@pytest.mark.parametrize(
+    ("at", "who", "probe"),
+    [
+        (5, {1}, True),
+        (1, {0}, False),
+        (0, set(range(N)), False),
+        (STEPS - 1, set(range(N)), True),
+    ],
+)
+def test_a_bad_batch_is_not_taken_for_the_learning_rate(
+    at: int, who: set[int], probe: bool
+) -> None:
+    engine = "stacked" if probe else "unheard"
+    clean = struck(0, engine, -1, {1}, probe)
+    found = struck(0, engine, at, who, probe)
+    assert 1 / 3 < found / clean < 3
+
+
+def test_on_processes_too(processes: Processes) -> None:
+    clean = struck(0, "stacked", -1, {1}, True)
+    for who in ({1}, set(range(N))):
+        (found,) = set(processes(N, struck, "processes", 5, who, True))
+        assert 1 / 3 < found / clean < 3
+
+
+def accumulated(rank: int, writes: bool) -> float:
+    """A loop that sets DDP's switch itself, as loops that accumulate gradients do."""
+    run = Run("processes", rank)
+    while run.scheduler.is_scouting:
+        if writes:
+            setattr(run.model, "require_backward_grad_sync", True)  # noqa: B010 (it is no module)
+        run.step()
+    return float(run.scheduler.get_knobs()["lr/group0"])
+
+
+def test_a_loop_that_writes_the_switch_of_ddp_does_not_end_a_scout(processes: Processes) -> None:
+    assert processes(N, accumulated, True) == processes(N, accumulated, False)
+
+
+class Branches(nn.Module):
+    """One of two heads, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        output: Tensor = self.heads[which](x)
+        return output
+
+
+def ddp_of(make: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(make().double(), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def apart(model: nn.Module) -> float:
+    """How far the gradients of the processes are apart."""
+    own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    rows = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return max(float((row - own).abs().max()) for row in rows)
+
+
+def branched(rank: int) -> tuple[bool, float]:
+    model, optimizer = ddp_of(Branches, find_unused_parameters=True)
+    base = OneCycleLR(optimizer, LR, total_steps=S)
+    scheduler = hdet.HDET(base, model=model, scout=SCOUT, controller=None, spread=0.0)
+    for step in range(S):
+        optimizer.zero_grad()
+        x = batch(step, rank)
+        loss = (model(x, step % 2) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+    return scheduler.is_scouting, apart(model)
+
+
+def test_heads_that_take_turns_go_on_after_a_scout(processes: Processes) -> None:
+    assert processes(2, branched) == [(False, 0.0)] * 2
+
+
+def twice(rank: int) -> list[float]:
+    """A scheduler with local gradients, then one with shared ones, on the same DDP module."""
+    model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
+    found = []
+    for gradients in ("local", "shared"):
+        base = OneCycleLR(optimizer, LR, total_steps=S)
+        given: Any = {"gradients": gradients, "scout": None, "guard": None, "controller": None}
+        scheduler = hdet.HDET(base, model=model, **given)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = batch(step, rank)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            found.append(apart(model))
+            optimizer.step()
+            scheduler.step(loss.detach())
+        scheduler.converge()
+        del scheduler
+    return found
+
+
+def test_a_scheduler_with_local_gradients_leaves_nothing_behind(processes: Processes) -> None:
+    for found in processes(2, twice):
+        assert min(found[:3]) > 0
+        assert max(found[3:]) == 0
+
+
+def bare(rank: int) -> str:
+    """The module inside of DDP: a scout would share gradients, and know nothing of it."""
+    model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
+    base = OneCycleLR(optimizer, LR, total_steps=S)
+    with pytest.raises(ValueError, match="must know what shares the gradients") as told:
+        hdet.HDET(base, model=model.module, scout=SCOUT, controller=None, spread=0.0)
+    return str(told.value)
+
+
+def test_a_scout_asks_for_the_wrapped_model(processes: Processes) -> None:
+    assert "give the wrapped one" in processes(2, bare)[0]
+
+
+def test_a_late_scout_that_has_no_room_with_fewer_replicas_ends() -> None:
+    def run_of(num: int) -> SmallRun:
+        model = net()
+        return SmallRun(
+            "stacked",
+            0,
+            num,
+            model,
+            torch.optim.AdamW(model.parameters(), lr=LR),
+            lambda optimizer: OneCycleLR(optimizer, LR, total_steps=400),
+            controller=None,
+            spread=0.0,
+            sync_every=10,
+        )
+
+    many, few = run_of(8), run_of(2)
+    for _ in range(200):
+        many.step()
+    many.scheduler.scout_again()
+    many.step()
+    many.scheduler.converge()
+    with pytest.warns(UserWarning, match="The scout ends, and the learning rate is kept"):
+        few.scheduler.load_state_dict(many.scheduler.state_dict())
+    assert not few.scheduler.is_scouting
+    few.step()
