@@ -1,9 +1,9 @@
-# make demo | make test | make check: each from a bare clone, doing its own set-up.
+# make demo | make test | make docs | make check: each from a bare clone, doing its own set-up.
 PYTHON ?= python3
 TORCH ?= torch
 BIN := .venv/bin
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test check lint types docs clean
 
 demo: .venv/ready
 	$(BIN)/hdet demo
@@ -12,7 +12,7 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-check: lint types test
+check: lint types docs test
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -20,6 +20,10 @@ lint: .venv/ready
 
 types: .venv/ready
 	$(BIN)/mypy
+
+# A broken link, anchor or reference is an error. The site is written to site/.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # torch first: a package that needs it must find it, and not fetch another build.
 .venv/ready: pyproject.toml constraints.txt
@@ -29,4 +33,4 @@ types: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

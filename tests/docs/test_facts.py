@@ -1,0 +1,89 @@
+"""What pages say about run lengths and records is what the library does."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from tests.docs.pages import DOCS, ROOT
+
+LENGTHS = re.findall(
+    r"^\| (\d+) \| (\d+) \| (\d+) \|$",
+    (DOCS / "how-to/choose-a-setup.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def scouts(num_replicas: int, total_steps: int, **options: Any) -> bool:
+    """Whether a run of this length starts with a scout."""
+    model = nn.Linear(2, 1)
+    ensemble = hdet.StackedReplicas(model, num_replicas)
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    base = OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return hdet.HDET(base, model=model, replicas=ensemble, **options).is_scouting
+
+
+def probe(model: Any) -> Any:
+    return model(torch.ones(2, 2)).mean()
+
+
+@pytest.mark.parametrize(("replicas", "with_probe", "without"), LENGTHS)
+def test_scout_needs_the_run_length_that_the_page_gives(
+    replicas: str, with_probe: str, without: str
+) -> None:
+    num, least, least_without = int(replicas), int(with_probe), int(without)
+    assert scouts(num, least, probe=probe)
+    assert not scouts(num, least - 1, probe=probe)
+    assert scouts(num, least_without)
+    assert not scouts(num, least_without - 1)
+
+
+def test_readme_gives_the_same_run_length() -> None:
+    least, without = next((a, b) for n, a, b in LENGTHS if n == "8")
+    assert (
+        f"needs {least} steps with a probe and {without} without"
+        in (ROOT / "README.md").read_text()
+    )
+
+
+def _loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) - 1).square().mean()
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:the scout:UserWarning")
+def test_record_format_page_names_every_field_of_a_record(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    ensemble = hdet.StackedReplicas(model, 8)
+    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    base = OneCycleLR(optimizer, 0.01, total_steps=300)
+    parts: dict[str, Any] = {
+        "replicas": ensemble,
+        "probe": probe,
+        "knobs": [hdet.lr(), hdet.momentum()],
+    }
+    scheduler = hdet.HDET(base, model=model, record=tmp_path, sync_every=10, **parts)
+    for step in range(300):
+        optimizer.zero_grad()
+        losses = ensemble.losses(_loss_of, torch.randn(16, 2))
+        losses.sum().backward()
+        optimizer.step()
+        scheduler.step(losses)
+        if step == 200:
+            scheduler.converge()
+            scheduler.note("a remark", accuracy=0.5)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    fields = {name for line in lines for name in line}
+    fields |= {name for line in lines for knob in line.get("knobs", []) for name in knob}
+    fields |= {line["event"] for line in lines}
+    named = set(re.findall(r"`(\w+)`", (DOCS / "reference/record-format.md").read_text()))
+    assert not fields - named
