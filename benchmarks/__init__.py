@@ -1,1 +1,1 @@
-"""Benchmarks: each file answers one question, and leaves its numbers in results/."""
+"""Benchmarks: each script answers one question and writes one file into results/."""

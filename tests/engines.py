@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from benchmarks.models import GPT, Size
+from benchmarks.zoo.models import GPT, Size
 from tests import toy
 
 ENGINES = ["processes", "vmap", "loop"]

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from benchmarks.hosts import ROOT, Hosts, environment
+from benchmarks.result_file import ROOT
+from benchmarks.systems.hosts import Hosts, environment
 
 NEEDED = os.environ.get("HDET_HOSTS") == "required"
 STEPS, WIDTH = 100, 512

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hdet
-from benchmarks.models import GPT, Size
+from benchmarks.zoo.models import GPT, Size
 from hdet.knobs.dial import Dial, running, sharing_dials
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from benchmarks.models import GPT, ResNet18, Size, gpt_loss, image_loss
+from benchmarks.zoo.models import GPT, ResNet18, Size, gpt_loss, image_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N = 4

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hdet
-from benchmarks.models import GPT, Size, gpt_loss
+from benchmarks.zoo.models import GPT, Size, gpt_loss
 from hdet import StackedReplicas
 from tests import toy
 from tests.contracts.test_reference_parity import (

@@ -1,0 +1,113 @@
+"""What would the scout of now have chosen in the runs of settle.json? Prints, and writes no file.
+
+    python -m benchmarks.learning_rate.foresight [FILE]
+
+Runs in FILE (by default results/settle.json) have recorded what every replica of their scout
+scored. The rule of now is applied to those scores, and the loss at the learning rate it chooses is
+read off the curve of the grid. An estimate: another rule would have made its rounds elsewhere.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.learning_rate.methods.bench import N
+from benchmarks.learning_rate.methods.schedules import shape
+from benchmarks.learning_rate.regret import HDET, by, curve_of, loss_at, percent, quantile
+from benchmarks.result_file import RESULTS
+from benchmarks.zoo.entries import ENTRIES
+from hdet.lr_search.constants import REFINE_STEPS
+from hdet.lr_search.observations import Observation
+from hdet.lr_search.plan import sweep_steps
+from hdet.lr_search.reasons import CLOSELY
+from hdet.lr_search.response import divergence_threshold, judge_sweep, refine_choice
+from hdet.lr_search.scout import Scout
+from hdet.lr_search.transfer import (
+    RoundChoice,
+    batch_scaling,
+    extrapolate_to_horizon,
+    lr_floor,
+    peak_over_mean,
+)
+
+
+class Foreseen(NamedTuple):
+    task: str
+    chosen: float
+    """In units of the best of the grid."""
+    """Both are no numbers where the rule would have looked further, and nobody knows at what."""
+    regret: float
+
+
+def foreseen(runs: Sequence[Mapping[str, Any]], method: str = HDET) -> Iterator[Foreseen]:
+    for task, own in by(runs, lambda run: run["job"]["task"]).items():
+        curve = curve_of(own)
+        best = min(curve, key=curve.__getitem__)
+        for run in own:
+            notes = run["ended"]["notes"]
+            if run["job"]["method"] == method and notes["close"]:
+                factor = choice(notes, ENTRIES[task].full.optimizer, run["job"]["steps"])
+                lr = None if factor is None else factor * run["job"]["lr"]
+                regret = math.nan if lr is None else 100 * (loss_at(curve, lr) / curve[best] - 1)
+                yield Foreseen(task, math.nan if lr is None else lr / best, regret)
+
+
+def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None:
+    """As in `Search.begin_with`, from what was recorded."""
+    points = [Observation(*point) for point in notes["points"]]
+    outset = notes.get("outset", min(points).score)
+    rough = judge_sweep(points, outset)
+    if rough.factor is None or rough.shift:
+        return None
+    close = refine_choice([Observation(*point) for point in notes["close"]], rough)
+    assert close.factor is not None
+    coarse_length = sweep_steps(Scout(), steps, N)
+    length = notes["steps"] - coarse_length * _sweeps(len(points))
+    tried = RoundChoice(rough.factor, coarse_length), RoundChoice(close.factor, length)
+    found = close
+    if CLOSELY in close.reason:
+        found = close._replace(factor=extrapolate_to_horizon(*tried, REFINE_STEPS, notes["noise"]))
+    assert found.factor is not None
+    wave = shape("one cycle", steps, True)
+    peak = peak_over_mean(sum(wave.lrs) / steps)
+    wanted = found.factor * batch_scaling("auto", optimizer, N, notes["noise"]) * peak
+    highest = max(points).factor if found.lowest_lost is None else found.lowest_lost / 2
+    gain = rough.reference - min(point.score for point in points if point.score is not None)
+    lowest = lr_floor("auto", optimizer, divergence_threshold(points, rough.reference, gain)) * peak
+    return max(min(wanted, highest), found.factor, lowest)
+
+
+def _sweeps(points: int) -> int:
+    """How many there were: each after the first tries two learning rates again."""
+    return round((points - N) / (N - 2)) + 1
+
+
+def table(found: Sequence[Foreseen]) -> str:
+    lines = [
+        "| | median | 90th percentile | worst | chosen, in units of the best | not known |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, part in by(found, lambda one: one.task).items():
+        unknown = sum(math.isnan(one.regret) for one in part)
+        part = [one for one in part if not math.isnan(one.regret)]
+        regrets = [one.regret for one in part]
+        chosen = [one.chosen for one in part]
+        lines.append(
+            f"| {task} | {percent(median(regrets))} | {percent(quantile(regrets, 0.9))} | "
+            f"{percent(max(regrets))} | {min(chosen):.2g} to {max(chosen):.2g} | "
+            f"{unknown} of {len(part) + unknown} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "settle.json"
+    print(table(list(foreseen(json.loads(path.read_text())["runs"]))))
+
+
+if __name__ == "__main__":
+    main()

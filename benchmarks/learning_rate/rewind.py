@@ -1,0 +1,215 @@
+"""What do the steps of a scout cost, and are its weights worth keeping? -> rewind.json
+
+    python -m benchmarks.learning_rate.rewind [--quick] [--only language] [--data FOLDER]
+        [--out FILE]
+
+At the best learning rate of the grid: a run without its first 3 % of steps, whose schedule makes up
+for them in different ways. And runs with a scout that go on from its weights in different ways,
+instead of going back to those of before. All beside the best learning rate with all its steps, on
+the same seeds. Reads the best learning rates from results/settle.json.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import hdet
+from benchmarks.learning_rate.fleet import Fleet
+from benchmarks.learning_rate.methods.bench import Bench, N, Run
+from benchmarks.learning_rate.methods.rows import train_rows
+from benchmarks.learning_rate.methods.schedules import RowPlan, places, shape
+from benchmarks.learning_rate.methods.search import search_lrs
+from benchmarks.learning_rate.names import TASK_WORDS
+from benchmarks.learning_rate.regret import best_of_grid, by
+from benchmarks.learning_rate.rules import Rule
+from benchmarks.result_file import RESULTS, write_result
+from benchmarks.zoo.entries import ENTRIES
+from hdet.lr_search.plan import Search
+from hdet.lr_search.transfer import peak_over_mean
+
+SEEDS, STARTS = range(6), (1.0, 0.1)
+SETTINGS = {"starts": STARTS, "fewer_steps_pct": 100 * hdet.Scout().share}
+ROWS = 48
+"""Of a fleet at most."""
+
+
+def late(steps: int, begin: int, until: int) -> tuple[int, ...]:
+    """The places of a schedule that has made up for its first steps at some step of the run."""
+    pace = until / (until - begin)
+    return tuple(
+        round((step - begin) * pace) if step < until else step for step in range(begin, steps)
+    )
+
+
+CATCHING_UP: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "over the whole run": lambda steps, begin: tuple(places(steps, begin)),
+    "in a third of it": lambda steps, begin: late(steps, begin, steps // 3),
+    "in a tenth of it": lambda steps, begin: late(steps, begin, steps // 10),
+    "not at all": lambda steps, begin: tuple(range(begin, steps)),
+}
+
+
+class Camp(NamedTuple):
+    """The replicas of a run when its last round was over: weights, states, buffers, [N, ...]."""
+
+    tensors: list[Tensor]
+
+    def mean(self, chosen: Sequence[int]) -> list[Tensor]:
+        return [
+            t[chosen].double().mean(0).to(t) if t.is_floating_point() else t[chosen[0]]
+            for t in self.tensors
+        ]
+
+
+def tensors_of(fleet: Fleet, rule: Rule) -> list[Tensor]:
+    return [fleet.weights, *rule.states(), *fleet.buffers.values()]
+
+
+def gained(search: Search) -> dict[int, float]:
+    """How much every replica of the last round that is better off has gained."""
+    seen = {point.factor: point.score for point in [*search.points, *search.refined_observations]}
+    assert search.start_score is not None
+    gains = {
+        replica: search.start_score - score
+        for replica, factor in enumerate(search.last_factors)
+        if (score := seen[factor]) is not None
+    }
+    return {replica: gain for replica, gain in gains.items() if gain > 0}
+
+
+def chosen_by(search: Search, gains: dict[int, float]) -> list[int]:
+    """The highest that is no higher than what was found."""
+    below = [r for r in gains if search.last_factors[r] <= 1.01 * (search.found or 0.0)]
+    return [max(below or gains)]
+
+
+GOING_ON: dict[str, Callable[[Search, dict[int, float]], list[int]]] = {
+    "back to the weights of before": lambda search, gains: [],
+    "from the best replica": lambda search, gains: [max(gains, key=gains.__getitem__)],
+    "from the mean of all that gained": lambda search, gains: list(gains),
+    "from the one that was chosen": chosen_by,
+}
+
+
+def compared(bench: Bench, best: float) -> dict[str, list[float]]:
+    """The losses of every variant: first those of all steps, one for each seed."""
+    groups, steps = len(bench.task.groups), bench.plan.steps
+    spent = int(hdet.Scout().share * steps)
+    whole = [RowPlan(seed, (best,) * groups) for seed in SEEDS]
+    legs = {"all steps": whole}
+    for how, played in CATCHING_UP.items():
+        cut = played(steps, spent)
+        legs[f"3 % fewer, made up {how}"] = [leg._replace(begin=spent, places=cut) for leg in whole]
+    losses = {name: trained(bench, part) for name, part in legs.items()}
+    camps: dict[Run, Camp] = {}
+
+    def look(runs: Sequence[Run], fleet: Fleet, rule: Rule) -> None:
+        for at, run in enumerate(runs):
+            own = slice(at * N, (at + 1) * N)
+            camps[run] = Camp([tensor[own].clone() for tensor in tensors_of(fleet, rule)])
+
+    runs = [Run(best * start, seed) for start in STARTS for seed in SEEDS]
+    searches = search_lrs(bench, runs, by="probe", scout=hdet.Scout(), look=look)
+    lrs = shape("one cycle", steps, True).lrs
+    begun = []
+    for run, search in zip(runs, searches, strict=True):
+        lr = run.lr * search.estimate(peak=peak_over_mean(sum(lrs) / steps)).factor
+        begun.append(RowPlan(run.seed, (lr,) * groups, search.used))
+    for how, choose in GOING_ON.items():
+        starts = [
+            camps[run].mean(kept) if gains and (kept := choose(search, gains)) else None
+            for run, search in zip(runs, searches, strict=True)
+            for gains in [gained(search)]
+        ]
+        losses[f"scout, {how}"] = trained(bench, begun, starts)
+        print(f"  {how}", flush=True)
+    return losses
+
+
+def trained(
+    bench: Bench, legs: Sequence[RowPlan], starts: Sequence[list[Tensor] | None] | None = None
+) -> list[float]:
+    found: list[float] = []
+    for first in range(0, len(legs), ROWS):
+        given = [None] * len(legs) if starts is None else starts[first : first + ROWS]
+
+        def start(fleet: Fleet, rule: Rule, given: Sequence[list[Tensor] | None] = given) -> None:
+            for row, tensors in enumerate(given):
+                for own, told in zip(tensors_of(fleet, rule), tensors or [], strict=False):
+                    own[row] = told
+
+        ended = train_rows(bench, legs[first : first + ROWS], start=start)
+        found += [float(end.live["loss"] or "nan") for end in ended]
+    return found
+
+
+def summed_up(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """What every variant loses, in percent of the loss with all steps on the same seed."""
+    reference = losses["all steps"]
+    told = {}
+    for name, each in losses.items():
+        regrets = [
+            100 * (loss / reference[at % len(reference)] - 1) for at, loss in enumerate(each)
+        ]
+        error = stdev(regrets) / len(regrets) ** 0.5
+        told[name] = {"mean_pct": fmean(regrets), "error_pct": error, "worst_pct": max(regrets)}
+    return told
+
+
+SHORT = {
+    "3 % fewer, made up over the whole run": "fewer_steps",
+    "scout, back to the weights of before": "scout",
+    "scout, from the best replica": "from_best_replica",
+}
+"""Names for the headline; the others are made of what they say."""
+
+
+def headline(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """What every variant loses on every task, on average."""
+    return {
+        f"{TASK_WORDS[task]}_{SHORT.get(how, how)}_pct": numbers["mean_pct"]
+        for task, table in tasks.items()
+        for how, numbers in table.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small models")
+    parser.add_argument("--only", default="", help="the beginnings of task names, by semicolons")
+    parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    runs = by(json.loads((RESULTS / "settle.json").read_text())["runs"], lambda r: r["job"]["task"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    out = options.out or RESULTS / ("rewind.quick.json" if options.quick else "rewind.json")
+    told: dict[str, Any] = {"headline": {}, "tasks": {}, "losses": {}}
+    for name, entry in ENTRIES.items():
+        if not name.startswith(tuple(options.only.split(";"))):
+            continue
+        plan, start = entry.quick if options.quick else entry.full, {}
+        if name.startswith("fine-tuning"):
+            start = {"start": torch.load(out.parent / "pretrained.pt", map_location=device)}
+        task = entry.make(plan, options.data and Path(options.data), device, **start)
+        bench = Bench(task, plan, entry.half and on_gpu, on_gpu)
+        print(name, flush=True)
+        losses = compared(bench, plan.middle if options.quick else best_of_grid(runs[name]))
+        told["losses"][name], told["tasks"][name] = losses, summed_up(losses)
+        told["headline"] = headline(told["tasks"])
+        write_result(out, **told, settings=SETTINGS, seeds=SEEDS)
+        for how, numbers in told["tasks"][name].items():
+            print(
+                f"  {how:<50}" + "  ".join(f"{key} {value:.2f}" for key, value in numbers.items())
+            )
+
+
+if __name__ == "__main__":
+    main()

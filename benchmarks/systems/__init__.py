@@ -1,0 +1,1 @@
+"""Questions about time, memory and traffic: what replicas, averages and searches cost."""

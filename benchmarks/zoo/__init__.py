@@ -1,0 +1,1 @@
+"""What the benchmarks train: models, data, tasks, and problems with a known answer."""

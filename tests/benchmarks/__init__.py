@@ -1,0 +1,1 @@
+"""Tests of the benchmarks: their arithmetic, their result files and a short run of each."""

@@ -1,0 +1,67 @@
+"""What the steps of a scout cost: schedules that make up for them, runs that go on from them."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import hdet
+from benchmarks.learning_rate import confirm, rewind
+from benchmarks.learning_rate.methods.schedules import RowPlan
+from hdet.lr_search.observations import Observation
+from hdet.lr_search.plan import Search
+from tests.benchmarks.test_methods import bench
+
+
+@pytest.mark.parametrize("how", rewind.CATCHING_UP)
+def test_every_schedule_ends_with_the_run(how: str) -> None:
+    played = rewind.CATCHING_UP[how](300, 9)
+    assert len(played) == 291
+    assert played[-1] == 299
+    assert all(later >= one for one, later in pairwise(played))
+    assert played[0] == (9 if how == "not at all" else 0)
+
+
+def test_runs_go_on_from_the_weights_they_are_given() -> None:
+    """From what a scout has destroyed a run ends elsewhere; from nothing it is the plain one."""
+    legs = [RowPlan(0, (0.01,), 9), RowPlan(0, (0.01,), 9)]
+    plain = rewind.trained(bench("AdamW"), legs)
+    assert plain[0] == plain[1]
+    fleet = bench("AdamW").fleet([0])
+    told = [tensor[0].clone() for tensor in rewind.tensors_of(fleet, bench("AdamW").rule(fleet))]
+    same = rewind.trained(bench("AdamW"), legs, [told, None])
+    assert same == plain
+    other = rewind.trained(bench("AdamW"), legs, [[torch.zeros_like(told[0]), *told[1:]], None])
+    assert other[0] != plain[0]
+    assert other[1] == plain[1]
+
+
+def test_those_that_gained_are_chosen_from() -> None:
+    search = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
+    while not search.is_over:
+        points = [Observation(f, 2.0 - min(f, 3.0) + (f / 10) ** 2) for f in search.factors]
+        search.record_round(points, None, 2.0)
+    gains = rewind.gained(search)
+    assert set(gains) <= set(range(8))
+    assert all(gain > 0 for gain in gains.values())
+    best = rewind.GOING_ON["from the best replica"](search, gains)
+    assert best == [max(gains, key=gains.__getitem__)]
+    (chosen,) = rewind.chosen_by(search, gains)
+    assert search.last_factors[chosen] <= 1.01 * (search.found or 0.0)
+    assert rewind.GOING_ON["back to the weights of before"](search, gains) == []
+
+
+def test_a_confirmation_is_beside_the_best_of_the_fixed_ones() -> None:
+    rows = [
+        {"method": "OneCycleLR", "start": 1.0, "live": {"loss": 2.0}},
+        {"method": "OneCycleLR", "start": 3.0, "live": {"loss": 4.0}},
+        {"method": "hdet", "start": 0.01, "live": {"loss": 2.1}},
+    ]
+    told = confirm.headline(rows, middle=1e-3)
+    assert told == {
+        "best_fixed_loss": 2.0,
+        "regret_from_1e5_pct": pytest.approx(5.0),
+        "worst_regret_pct": pytest.approx(5.0),
+        "num_seeds": 1,
+        "num_fixed_lrs": 2,
+    }
