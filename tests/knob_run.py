@@ -1,4 +1,4 @@
-"""A small model with something for every knob, and runs of it on one device."""
+"""A small model with a setting for every knob, and stacked runs of this model."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ T = 3
 
 
 class Tiny(nn.Module):
-    """Attention with a temperature of its own, which hdet does not know of."""
+    """A model with attention and its own `temperature`, which hdet does not know."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Algorithm 1 of the paper as a plain loop over N copies of a model. Imports nothing of hdet.
+"""Algorithm 1 of the paper as a plain loop over N copies of a model, without hdet.
 
-The only thing it is told is which permutation to use at which sync: the paper leaves it to chance.
+The caller gives the permutation of the multipliers at each sync. The paper draws it at random.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Cycle(NamedTuple):
-    """What happened at one sync, for each group where it says so."""
+    """The values at one sync."""
 
     step: int
     lrs: list[list[float]]  # [group][replica], in the step before the sync
@@ -36,7 +36,7 @@ def one_cycle(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> float:
-    """OneCycleLR's cosine form, from its definition."""
+    """Return the learning rate of OneCycleLR with cosine annealing, from its definition."""
 
     def cosine(start: float, end: float, share: float) -> float:
         return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
@@ -74,9 +74,9 @@ def run(
     outer: tuple[float, float] | None = None,
     on_step: Callable[[int, list[nn.Module]], Any] | None = None,
 ) -> Run:
-    """Train; `permutation(group, cycle)[replica]` is the index of a multiplier.
+    """Train the copies; `permutation(group, cycle)[replica]` is the index of a multiplier.
 
-    `outer` is the learning rate and momentum of Nesterov steps on what every cycle has changed.
+    `outer` holds learning rate and momentum of the Nesterov steps on the change of each cycle.
     """
     replicas = range(num_replicas)
     groups = range(len(peaks))
@@ -129,7 +129,7 @@ def run(
                 velocity[g] = beta * velocity[g] + (1 - beta) * delta
                 decayed = centre[g] * (1 - gamma[g])
                 centre[g] = decayed + lam * velocity[g]
-                if largest_move is not None:  # the one thing that is not in the paper
+                if largest_move is not None:  # this bound is not in the paper
                     centre[g] = max(centre[g], decayed / largest_move, floors[g])
                     centre[g] = min(centre[g], decayed * largest_move)
         elif auto_lr and done >= warmup_steps:
@@ -162,7 +162,7 @@ def nesterov(
     lr: float,
     momentum: float,
 ) -> None:
-    """The outer step of DiLoCo (2311.08105): all take it from the weights of the last sync."""
+    """Apply the outer step of DiLoCo (2311.08105) to the weights of the last sync."""
     for place, same in enumerate(zip(*(m.parameters() for m in models), strict=True)):
         change = slow[place] - same[0]
         velocities[place] = momentum * velocities[place] + change

@@ -1,4 +1,4 @@
-"""Sample records: what a run writes, made up from a formula, in a moment and without torch."""
+"""Sample records of runs, computed from a formula, fast and without torch."""
 
 import json
 import math
@@ -27,7 +27,7 @@ HOSTILE = [
 
 @dataclass(kw_only=True)
 class Sample:
-    """A run to make a record of: the loss of a bowl whose best learning rate is `best`."""
+    """A run to record. Its loss is quadratic in the log learning rate, lowest at `best`."""
 
     cycles: int = 40
     total_cycles: int | None = None
@@ -39,13 +39,13 @@ class Sample:
     seed: int = 0
     held_out: bool = True
     excluded: dict[int, int] = field(default_factory=dict)
-    """Which replica is left out in which cycle."""
+    """The replica that is excluded, for each cycle with an exclusion."""
     reason: str | None = None
     note: str = "evaluated the consensus"
     scouted: bool = False
 
     def lines(self, first: int = 0) -> Iterator[Line]:
-        """From a cycle on: how a resumed run goes on."""
+        """Yield the lines of the record; with `first`, those of a run resumed at that cycle."""
         yield self.start()
         if self.scouted:
             yield self.scout()
@@ -168,7 +168,7 @@ class Sample:
 
 
 def write_lines(folder: Path, lines: Iterator[Line] | Sequence[Line]) -> Path:
-    """Append lines to the record of a run folder, as the recorder does."""
+    """Append lines to the record of a run folder and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "record.jsonl").open("a", encoding="utf-8") as file:
         for line in lines:
@@ -177,12 +177,12 @@ def write_lines(folder: Path, lines: Iterator[Line] | Sequence[Line]) -> Path:
 
 
 def write_sample(folder: Path, **options: Any) -> Path:
-    """Write the record of a sample run and give back its folder."""
+    """Write the record of a sample run and return its folder."""
     return write_lines(folder, Sample(**options).lines())
 
 
 def write_hostile(folder: Path, knobs: Sequence[str] = HOSTILE) -> Path:
-    """Write a record in which everything that has a name or a reason has one meant to harm."""
+    """Write a record whose names, reasons and texts contain markup that must not be executed."""
     lines = list(Sample(cycles=8, knobs=knobs, excluded={2: 1}, reason=" ".join(HOSTILE)).lines())
     for line in lines:
         if line["event"] == "note":

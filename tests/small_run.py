@@ -1,4 +1,4 @@
-"""A small run on any engine, step by step, for what happens to it in between."""
+"""A small run on any engine that a test drives step by step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +23,14 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 
 
 class Unheard(hdet.StackedReplicas):
-    """Nobody knows what their losses are made of, like those of processes."""
+    """Stacked replicas without a held-out batch, like replicas in processes."""
 
     def hold_out(self) -> None:
         return None
 
 
 class SmallRun:
-    """One replica alone ("one"), N stacked ones, or this process as one of N under DDP."""
+    """A run of one replica ("one"), of N stacked replicas, or of one of N processes in DDP."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SmallRun:
         )
 
     def modules(self) -> list[nn.Module]:
-        """The replicas of this process."""
+        """Return the replicas of this process."""
         return [self.bare] if self.ensemble is None else self.ensemble.modules(None)
 
     def backward(self, step: int) -> Tensor:

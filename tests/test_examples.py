@@ -1,4 +1,4 @@
-"""The examples run as they are written."""
+"""Run the example scripts and check what they print and write."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: Path) -> None:
+def test_ddp_example_trains_and_writes_a_record_and_a_checkpoint(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     said = run(*torchrun, "examples/ddp.py", "--epochs", "14", "--out", str(tmp_path))
@@ -37,14 +37,14 @@ def test_the_ddp_example_trains_and_leaves_a_record_and_a_checkpoint(tmp_path: P
     assert saved["scheduler"]["step"] == 14 * 21
 
 
-def test_the_example_with_knobs_moves_them_and_leaves_a_record(tmp_path: Path) -> None:
+def test_knobs_example_moves_a_knob_and_writes_a_record(tmp_path: Path) -> None:
     said = run("examples/knobs.py", "--steps", "300", "--out", str(tmp_path))
     assert "d loss / d dropout" in said
     lines = (tmp_path / "record.jsonl").read_text().splitlines()
     assert any('decision": "up' in line for line in lines)
 
 
-def test_the_example_for_one_device_trains_and_leaves_a_record_and_a_checkpoint(
+def test_one_device_example_trains_and_writes_a_record_and_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     said = run("examples/one_device.py", "--steps", "400", "--out", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Small models and data that every process can make for itself."""
+"""A small seeded model and data that every process creates alike."""
 
 from collections.abc import Callable
 
@@ -25,14 +25,14 @@ class Toy(nn.Module):
 
 
 def toy(dtype: torch.dtype = torch.float64) -> Toy:
-    """The same weights in every process, whatever was drawn before."""
+    """Return a model with equal weights in every process and for any random state."""
     with torch.random.fork_rng():
         torch.manual_seed(1234)
         return Toy().to(dtype)
 
 
 def groups(model: nn.Module) -> list[dict[str, object]]:
-    """embedding, no_decay, non_embedding and transformer, as in the paper."""
+    """Return the four groups of the paper: embedding, no_decay, non_embedding, transformer."""
     model = getattr(model, "module", model)
     assert isinstance(model, Toy)
     return [

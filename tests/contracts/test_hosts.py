@@ -1,7 +1,7 @@
-"""Several hosts: network namespaces with a link between them, and torchrun on each.
+"""Test training on several hosts: network namespaces with a link, and torchrun in each.
 
-Made and removed here. Where a machine does not allow them (they need root and iproute2) the tests
-are skipped; with HDET_HOSTS=required that is a failure.
+The fixture creates and removes the namespaces. They need root and iproute2. On a machine without
+them the tests are skipped, or fail if HDET_HOSTS=required.
 """
 
 import os
@@ -69,13 +69,15 @@ def weights(said: str) -> str:
 
 
 def at_the_end(out: Path) -> dict[str, Any]:
-    """All that the last checkpoint of a run holds: weights, optimizers, schedule."""
+    """Return the last checkpoint of a run: weights, optimizer states and schedule."""
     dcp_to_torch_save(out / f"step_{STEPS}", out / "all.pt")
     return flatten_state_dict(torch.load(out / "all.pt", weights_only=False))[0]
 
 
-def test_two_hosts_end_where_one_does_and_send_no_gradients(hosts: Hosts, tmp_path: Path) -> None:
-    """Over a slow link, with a process that dies half-way."""
+def test_two_hosts_end_with_the_state_of_one_host_and_send_no_gradients(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """The link is slow, and one process dies half-way."""
     hosts.shape("100mbit")
     options = ["--save-every", "50"]
     one = on_one_host(*script(tmp_path / "one", *options))
@@ -86,7 +88,7 @@ def test_two_hosts_end_where_one_does_and_send_no_gradients(hosts: Hosts, tmp_pa
     assert ours.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value
-    # A ring of four sends 1.5 times what is reduced over each of its links, and one leaves this
-    # host: shared gradients would take that for every step. Five converges take less, with all that
-    # two starts and two checkpoints take besides.
+    # A ring of four processes sends 1.5 times the reduced bytes over each link, and one link leaves
+    # this host. Shared gradients would send that at each step. The bound leaves room for the
+    # averages, two starts and two checkpoints.
     assert hosts.sent() < STEPS * 1.5 * MODEL_BYTES / 5

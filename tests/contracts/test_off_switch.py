@@ -1,4 +1,4 @@
-"""Switched off it is DDP with OneCycleLR, bit for bit; one replica is the base schedule."""
+"""hdet without exploration equals DDP with OneCycleLR bit for bit; one replica changes nothing."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def train(rank: int, name: str, micro_batches: int, dtype: torch.dtype, ours: bo
         (3, "adam", 2, torch.float64),
     ],
 )
-def test_without_spread_it_is_ddp_with_one_cycle_lr(
+def test_hdet_without_spread_and_auto_lr_equals_ddp_with_one_cycle_lr(
     processes: Processes, num: int, name: str, micro_batches: int, dtype: torch.dtype
 ) -> None:
     ours = processes(num, train, name, micro_batches, dtype, True)
@@ -69,14 +69,14 @@ def test_without_spread_it_is_ddp_with_one_cycle_lr(
             assert torch.equal(got, want)
 
 
-def test_the_mean_of_equal_numbers_is_not_always_that_number() -> None:
-    """Why replicas that agree are left alone, and not averaged: N = 3 rounds."""
+def test_float32_mean_of_three_equal_numbers_can_differ_from_the_number() -> None:
+    """The reason why equal replicas are not averaged: with N = 3 the mean rounds."""
     values = torch.rand(1000, dtype=torch.float32)
     assert not torch.equal((values + values + values) / 3, values)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"three_phase": True}, {"anneal_strategy": "linear"}])
-def test_one_replica_is_exactly_one_cycle_lr(arguments: dict[str, Any]) -> None:
+def test_hdet_with_one_replica_equals_one_cycle_lr(arguments: dict[str, Any]) -> None:
     optimizers = [toy.OPTIMIZERS["adamw"](toy.toy()) for _ in range(2)]
     ours = hdet.OneCycleHDET(
         optimizers[0], 0.1, epochs=3, steps_per_epoch=20, sync_every=10, **arguments
@@ -92,8 +92,8 @@ def test_one_replica_is_exactly_one_cycle_lr(arguments: dict[str, Any]) -> None:
             assert (mine["lr"], mine["betas"]) == (theirs["lr"], theirs["betas"])
 
 
-def test_one_replica_compares_itself_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pass over the weights at a cycle's end or in an evaluation: there is nothing to learn."""
+def test_single_replica_computes_no_weight_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single replica has nothing to compare at a cycle end or in an evaluation."""
     optimizer = toy.OPTIMIZERS["adamw"](toy.toy())
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2)
     monkeypatch.setattr("hdet.weights.averaging.fingerprints", lambda _: pytest.fail("looked"))

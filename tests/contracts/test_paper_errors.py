@@ -1,4 +1,4 @@
-"""One test for each error of the paper or of its published code; each fails on that behaviour."""
+"""One test for each error of the paper or of its published code. Each fails on that error."""
 
 import json
 import math
@@ -21,8 +21,8 @@ from tests.processes import Processes
 from tests.scheduler.test_hdet import TOTAL, Trainer
 
 
-def test_1_the_decay_decays() -> None:
-    """Printed: gamma = 1 - exp(-log(f_div / f_final) / K), which is negative: x 400 over a run."""
+def test_decay_rate_lowers_the_learning_rate_to_the_floor() -> None:
+    """The printed gamma = 1 - exp(-log(f_div / f_final) / K) is negative: x 400 over a run."""
     num_cycles = 100
     printed = 1 - math.exp(-math.log(25 / 1e4) / num_cycles)
     assert (1 - printed) ** num_cycles == pytest.approx(400)
@@ -35,7 +35,7 @@ def rates_before_auto_lr(rank: int) -> float:
     return float(trainer.optimizer.param_groups[0]["lr"])
 
 
-def test_2_the_fan_out_has_an_effect_before_auto_lr(processes: Processes) -> None:
+def test_fan_out_sets_different_learning_rates_before_auto_lr_starts(processes: Processes) -> None:
     rates = processes(4, rates_before_auto_lr)
     assert rates == pytest.approx([0.05 / 25 * m for m in multipliers(4, 0.3)])
     assert len(set(rates)) == 4
@@ -47,7 +47,7 @@ def without_auto_lr(rank: int) -> list[torch.Tensor]:
     return [apart, trainer.train(range(3, 4)).weights()]
 
 
-def test_3_replicas_converge_without_auto_lr(processes: Processes) -> None:
+def test_replicas_are_averaged_at_a_cycle_end_without_auto_lr(processes: Processes) -> None:
     (apart_0, after_0), (apart_1, after_1) = processes(2, without_auto_lr)
     assert not torch.equal(apart_0, apart_1)
     assert torch.equal(after_0, after_1)
@@ -77,14 +77,14 @@ def random_states(rank: int, extra_draw: bool) -> Any:
 
 
 @pytest.mark.parametrize("extra_draw", [False, True])
-def test_4_no_global_random_state_is_read_or_written(
+def test_scheduler_neither_reads_nor_writes_the_global_random_state(
     processes: Processes, extra_draw: bool
 ) -> None:
     results = processes(4, random_states, extra_draw)
     assert all(unchanged for unchanged, _ in results)
     want = sorted(multipliers(4, 0.3))
     orders = set()
-    for step in range(TOTAL - 1):  # after the last step the spread is closed
+    for step in range(TOTAL - 1):  # the last step closes the spread
         for group in range(4):
             fan = [fans[step][group] for _, fans in results]
             assert sorted(fan) == pytest.approx(want)
@@ -104,13 +104,13 @@ def save_state(rank: int) -> dict[str, Any]:
     return trainer.scheduler.state_dict()
 
 
-def test_5_one_replicas_state_does_for_all(processes: Processes) -> None:
+def test_state_dict_of_one_replica_loads_on_all_replicas(processes: Processes) -> None:
     states = processes(4, save_state)
     assert states[0] == states[1] == states[2] == states[3]
     assert len(set(processes(4, load_the_first, states[0]))) == 4
 
 
-def test_6_epochs_and_steps_per_epoch_work() -> None:
+def test_one_cycle_hdet_accepts_epochs_and_steps_per_epoch() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, epochs=3, steps_per_epoch=5, sync_every=5)
     for _ in range(15):
@@ -130,7 +130,7 @@ def one_nan(rank: int) -> list[float]:
     return trainer.scheduler.get_last_lr()
 
 
-def test_6_nan_on_one_replica_is_not_nan_on_all(processes: Processes) -> None:
+def test_nan_loss_on_one_replica_keeps_all_learning_rates_finite(processes: Processes) -> None:
     for rates in processes(3, one_nan):
         assert all(math.isfinite(rate) and rate > 0 for rate in rates)
 
@@ -154,12 +154,14 @@ def count_messages(rank: int) -> int:
     return sum("all_reduce" in event.key or "allreduce" in event.key for event in profiler.events())
 
 
-def test_6_a_converge_is_not_one_message_per_parameter(processes: Processes) -> None:
+def test_averaging_560_parameters_needs_at_most_four_all_reduces(processes: Processes) -> None:
     assert all(0 < messages <= 4 for messages in processes(2, count_messages))
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.002])
-def test_7_the_temperature_is_an_argument(temperature: float) -> None:
+def test_temperature_argument_sets_the_replica_weights_of_paper_controller(
+    temperature: float,
+) -> None:
     controller = hdet.PaperController(temperature=temperature)
     weights = controller.weigh([1.0, 1.01])
     assert weights[0] / weights[1] == pytest.approx(math.exp(0.01 / temperature))
@@ -179,7 +181,7 @@ def gradient_modes(rank: int, gradients: str) -> list[float]:
     return [p.grad.item() for p in model.parameters() if p.grad is not None]
 
 
-def test_8_gradients_are_shared_or_local_as_told(processes: Processes) -> None:
+def test_gradients_argument_selects_shared_or_local_gradients(processes: Processes) -> None:
     assert processes(2, gradient_modes, "shared") == [[1.5], [1.5]]
     assert processes(2, gradient_modes, "local") == [[1.0], [2.0]]
 
@@ -190,13 +192,13 @@ def warm_start(rank: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_9_the_warm_noisy_start_exists(processes: Processes) -> None:
+def test_perturb_gives_each_replica_different_start_weights(processes: Processes) -> None:
     first, second = processes(2, warm_start)
     assert not torch.equal(first, second)
 
 
-def test_9_a_learning_rate_cannot_turn_negative() -> None:
-    """Found on the way: as printed, eq. 7 crosses zero when 1 - gamma < beta (test_reference)."""
+def test_paper_controller_keeps_the_scale_positive() -> None:
+    """Eq. 7 as printed crosses zero when 1 - gamma < beta (see test_reference_parity.py)."""
     controller = hdet.PaperController()
     state = ScaleState(decay=decay_rate(1.0, 4e-6, 40))
     for cycle in range(40):
@@ -206,7 +208,7 @@ def test_9_a_learning_rate_cannot_turn_negative() -> None:
         assert state.scale > 0
 
 
-def test_the_record_of_a_run_without_auto_lr_has_all_its_cycles(
+def test_record_of_a_run_without_auto_lr_has_all_cycles(
     processes: Processes, tmp_path: Path
 ) -> None:
     processes(2, record_without_auto_lr, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Properties over N, groups, spread, T, S and losses: drawn by hypothesis, not chosen by hand."""
+"""Properties that hold for all N, groups, spreads, T, S and losses; hypothesis draws the values."""
 
 import math
 from typing import Any
@@ -21,14 +21,16 @@ LOSSES = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(NUM_REPLICAS, SPREADS)
-def test_multipliers_have_mean_one(num: int, spread: float) -> None:
+def test_multipliers_have_mean_one_and_stay_within_the_spread(num: int, spread: float) -> None:
     fan = multipliers(num, spread)
     assert math.isclose(math.fsum(fan) / num, 1, rel_tol=1e-12)
     assert all(m > 0 and 1 - spread - 1e-12 <= m <= 1 + spread + 1e-12 for m in fan)
 
 
 @given(NUM_REPLICAS, st.integers(0, 2**40), st.integers(0, 10**9), st.text(max_size=20))
-def test_an_assignment_is_a_permutation(num: int, seed: int, cycle: int, knob: str) -> None:
+def test_assignment_is_a_permutation_of_the_replicas(
+    num: int, seed: int, cycle: int, knob: str
+) -> None:
     order = assignment(num, seed=seed, cycle=cycle, knob=knob)
     assert sorted(order) == list(range(num))
 
@@ -65,7 +67,7 @@ def steerings(draw: st.DrawFn) -> tuple[KnobBank, int, int, list[float], int]:
 
 @settings(deadline=None, max_examples=150)
 @given(steerings(), st.data())
-def test_rates_stay_positive_and_finite_for_any_finite_losses(
+def test_learning_rates_stay_positive_and_finite_for_any_finite_losses(
     drawn: tuple[KnobBank, int, int, list[float], int], data: st.DataObject
 ) -> None:
     knob_bank, total, sync_every, peaks, num = drawn
@@ -87,7 +89,7 @@ def test_rates_stay_positive_and_finite_for_any_finite_losses(
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 40), st.integers(1, 45), st.integers(1, 4), st.integers(0, 40), st.booleans())
-def test_a_state_round_trips(
+def test_scheduler_state_round_trips_through_load_state_dict(
     total: int, sync_every: int, num_groups: int, steps: int, cycle_momentum: bool
 ) -> None:
     def make() -> tuple[hdet.OneCycleHDET, torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""hdet over real processes equals Algorithm 1 as a plain loop (tests/reference.py)."""
+"""Compare hdet on real processes with the plain loop of Algorithm 1 in tests/reference.py."""
 
 import json
 from functools import partial
@@ -15,7 +15,7 @@ from hdet.control.assignment import assignment
 from tests import reference, toy
 from tests.processes import Processes
 
-N, T, S, WARMUP = 4, 3, 132, 12  # 44 cycles, 40 of them steered
+N, T, S, WARMUP = 4, 3, 132, 12  # 44 cycles; the controller acts in 40
 PEAKS = [0.03, 0.01, 0.02, 0.05]
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SETTINGS = {"spread": 0.25, "temperature": 0.05, "step_size": 0.7, "momentum": 0.8}
@@ -70,8 +70,8 @@ def expected(name: str, gradients: str, largest_move: float | None = 2.0) -> ref
     )
 
 
-def test_as_printed_the_update_makes_learning_rates_negative() -> None:
-    """Why there is a bound: 1 - gamma = 0.73 at each of 40 syncs, but the velocity keeps 0.8."""
+def test_update_printed_in_the_paper_makes_learning_rates_negative() -> None:
+    """The reason for the bound: each of 40 syncs keeps 0.73 of the rate but 0.8 of the velocity."""
     cycles = expected("adamw", "shared", largest_move=None).cycles
     assert min(centre for cycle in cycles for centre in cycle.centres) < 0
     bounded = expected("adamw", "shared").cycles
@@ -82,7 +82,7 @@ def test_as_printed_the_update_makes_learning_rates_negative() -> None:
     ("name", "gradients"),
     [*product(sorted(toy.OPTIMIZERS), ["shared", "local"]), ("adamw", "outer")],
 )
-def test_every_number_equals_the_reference(
+def test_one_cycle_hdet_equals_the_reference_loop_in_weights_and_record(
     processes: Processes, tmp_path: Path, name: str, gradients: str
 ) -> None:
     got = processes(N, train, name, gradients, str(tmp_path))

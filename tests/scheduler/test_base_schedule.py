@@ -1,4 +1,4 @@
-"""For every wrapped schedule the learning rate equals its closed form times the factor."""
+"""Wrapped schedules: learning rates, resuming, ReduceLROnPlateau and the preview of a schedule."""
 
 import math
 from collections.abc import Callable
@@ -92,7 +92,9 @@ def follow(rank: int, name: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rate_is_closed_form_times_factor(processes: Processes, name: str) -> None:
+def test_learning_rate_is_closed_form_of_the_schedule_times_multiplier(
+    processes: Processes, name: str
+) -> None:
     for replica, seen in enumerate(processes(N, follow, name)):
         multiplier = [1 - SPREAD, 1 + SPREAD][replica]
         for step, (lr, centre) in enumerate(seen):
@@ -111,7 +113,7 @@ def plateau(rank: int) -> list[float]:
     lrs = []
     for step in range(STEPS):
         optimizer.step()
-        # On average over the replicas 1.0 from the second cycle on; alone, replica 1 improves.
+        # The mean over the replicas is 1.0 from the second cycle on. Replica 1 alone improves.
         scheduler.step(
             torch.tensor(1.0 + (step < T) + (0.01 * step if rank == 0 else -0.01 * step))
         )
@@ -119,8 +121,8 @@ def plateau(rank: int) -> list[float]:
     return lrs
 
 
-def test_a_plateau_is_judged_by_the_mean_loss_of_all_replicas(processes: Processes) -> None:
-    """Cycle 1: 2.0; cycles 2, 3, 4, ...: 1.0. Every second bad cycle after that halves the rate."""
+def test_reduce_on_plateau_uses_the_mean_loss_of_all_replicas(processes: Processes) -> None:
+    """The mean loss is 2.0 in cycle 1 and 1.0 later. Every second bad cycle halves the rate."""
     for replica, lrs in enumerate(processes(N, plateau)):
         multiplier = [1 - SPREAD, 1 + SPREAD][replica]
         halvings = [0, 0, 0, 1, 1, 2, 2, 3]  # after cycles 1 to 8, patience 1
@@ -129,7 +131,7 @@ def test_a_plateau_is_judged_by_the_mean_loss_of_all_replicas(processes: Process
             assert lrs[end] == pytest.approx(LR * 0.5**halved * multiplier)
 
 
-def test_a_base_that_is_no_schedule_is_refused() -> None:
+def test_hdet_rejects_a_base_that_is_no_lr_scheduler() -> None:
     with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler, got 'cosine'"):
         hdet.HDET("cosine", preset="paper")  # type: ignore[arg-type]
 
@@ -145,7 +147,7 @@ def state_after(steps: int, name: str) -> tuple[hdet.HDET, Any]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_resumes(name: str, tmp_path: Any) -> None:
+def test_resumed_schedule_continues_with_the_same_learning_rates(name: str, tmp_path: Any) -> None:
     scheduler, optimizer = state_after(13, name)
     torch.save(scheduler.state_dict(), tmp_path / "state")
     resumed, fresh = state_after(0, name)
@@ -159,7 +161,7 @@ def test_every_schedule_resumes(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_mean_and_peak_of_a_schedule_are_known_before_it_is_played(name: str) -> None:
+def test_base_schedule_previews_mean_and_highest_lr_without_changing_its_state(name: str) -> None:
     make, form = SCHEDULES[name]
     base = BaseSchedule(make(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)))
     before = base.state_dict()
@@ -171,13 +173,13 @@ def test_mean_and_peak_of_a_schedule_are_known_before_it_is_played(name: str) ->
     assert told.highest == pytest.approx(max(lrs) / base.peaks[0])
 
 
-def test_nobody_knows_the_mean_of_a_schedule_that_waits_for_a_metric_or_has_no_end() -> None:
+def test_base_schedule_previews_nothing_for_endless_or_metric_driven_schedules() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)
     assert BaseSchedule(torch_schedules.ConstantLR(optimizer)).shares(None) is None
     assert BaseSchedule(torch_schedules.ReduceLROnPlateau(optimizer)).shares(STEPS) is None
 
 
-def test_a_plateau_of_something_else_than_losses_is_refused() -> None:
+def test_hdet_rejects_reduce_on_plateau_with_mode_max() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), LR)
     base = torch_schedules.ReduceLROnPlateau(optimizer, mode="max")
     with pytest.raises(ValueError, match="must be a ReduceLROnPlateau with mode='min'"):

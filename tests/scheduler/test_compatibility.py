@@ -1,4 +1,4 @@
-"""Bad arguments and replicas that disagree: an error with its name, on all replicas, at once."""
+"""Errors for bad arguments, and for replicas whose setups differ, on all replicas at once."""
 
 import math
 from typing import Any
@@ -53,7 +53,7 @@ def one_cycle(**changed: Any) -> hdet.OneCycleHDET:
         ),
     ],
 )
-def test_a_bad_argument_names_itself_the_rule_and_the_value(
+def test_error_for_a_bad_argument_names_argument_rule_and_value(
     changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError) as error:
@@ -62,26 +62,26 @@ def test_a_bad_argument_names_itself_the_rule_and_the_value(
 
 
 @pytest.mark.parametrize("changed", [{"sync_every": 2.5}, {"seed": "a"}, {"warmup_steps": True}])
-def test_a_bad_type_names_itself(changed: dict[str, Any]) -> None:
+def test_type_error_for_a_non_integer_names_the_argument(changed: dict[str, Any]) -> None:
     (name,) = changed
     with pytest.raises(TypeError, match=f"`{name}` must be an integer, got"):
         one_cycle(**changed)
 
 
-def test_a_controller_must_be_one() -> None:
+def test_hdet_rejects_a_controller_of_the_wrong_type() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(TypeError, match="`controller` must be a controller such as"):
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), controller="paper", preset="paper")  # type: ignore[arg-type]
 
 
-def test_a_lazy_parameter_must_be_initialised() -> None:
+def test_hdet_rejects_a_lazy_parameter() -> None:
     model = nn.LazyLinear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`weight` must be initialised, got a lazy parameter"):
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 
-def test_a_parameter_must_be_dense() -> None:
+def test_hdet_rejects_a_parameter_that_is_not_dense_in_memory() -> None:
     model = nn.ParameterDict({"strided": nn.Parameter(torch.zeros(4, 4)[:, :2])})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`strided` must be dense in memory"):
@@ -173,17 +173,19 @@ def disagree(rank: int, what: str) -> None:
         ("weights", "does not start from the same values on replicas 0 and 2."),
     ],
 )
-def test_replicas_that_disagree_fail_alike(processes: Processes, what: str, words: str) -> None:
+def test_all_replicas_raise_an_error_when_their_setups_differ(
+    processes: Processes, what: str, words: str
+) -> None:
     with pytest.raises(RemoteError) as error:
         processes(3, disagree, what)
     texts = error.value.tracebacks
     assert all(text is not None for text in texts)
     told = [text for text in texts if text is not None and words in text]
-    # The one with a bad argument of its own raises that; everyone else hears of it.
+    # A replica with a bad argument raises its own error. The others name that replica.
     assert len(told) == (2 if "could not start" in words else 3), texts
 
 
-def test_one_bad_bucket_size_leaves_nobody_waiting(processes: Processes) -> None:
+def test_all_replicas_raise_an_error_when_one_has_a_bad_bucket_size(processes: Processes) -> None:
     with pytest.raises(RemoteError) as error:
         processes(3, disagree, "bad buckets")
     assert all(text is not None and "bucket_bytes" in text for text in error.value.tracebacks)
@@ -200,7 +202,7 @@ def start_perturbed(rank: int) -> bool:
     return visited and torch.equal(own, model.weight)
 
 
-def test_replicas_may_differ_on_purpose(processes: Processes) -> None:
+def test_hdet_accepts_replicas_perturbed_before_the_start(processes: Processes) -> None:
     assert processes(3, start_perturbed) == [True] * 3
 
 
@@ -210,6 +212,6 @@ def run_short(rank: int) -> str:
     return str(seen[0].filename)
 
 
-def test_a_cycle_longer_than_the_run_is_pointed_out(processes: Processes) -> None:
+def test_sync_every_longer_than_the_run_warns_at_the_users_line(processes: Processes) -> None:
     for filename in processes(2, run_short):
-        assert filename.endswith("test_door.py")
+        assert filename.endswith("test_compatibility.py")

@@ -1,4 +1,4 @@
-"""The clock: converge on demand, consensus, resuming, the end of the run, lost replicas."""
+"""HDET in a training loop: converge, consensus, state, overrun, losses and lost replicas."""
 
 import copy
 import gc
@@ -26,12 +26,12 @@ TOTAL, T = 24, 4
 
 
 class Trainer:
-    """An ordinary DDP loop with hdet in it, that can be cut anywhere."""
+    """An ordinary DDP loop with hdet that can stop and resume at any step."""
 
     def __init__(self, rank: int, name: str = "adamw", **changed: Any) -> None:
         self.rank = rank
-        # DDP rearranges its buckets after the first batch, and with them the order in which
-        # gradients are summed: a resumed run would differ in the last bit. Not so with this.
+        # By default DDP rearranges its buckets after the first batch, which changes the order of
+        # sums: a resumed run would differ in the last bit. This option keeps the buckets.
         self.model = DistributedDataParallel(toy.toy(), find_unused_parameters=True)
         self.optimizer = toy.OPTIMIZERS[name](self.model)
         arguments: dict[str, Any] = {
@@ -78,7 +78,7 @@ def assert_same(first: Any, second: Any) -> None:
     assert first[1:] == second[1:]
 
 
-# The end, and converging on demand ---------------------------------------------------------
+# The end of a run, and converge on demand ---------------------------------------------------------
 
 
 def train_to_the_end(rank: int, gradients: str, total: int) -> Tensor:
@@ -88,7 +88,7 @@ def train_to_the_end(rank: int, gradients: str, total: int) -> Tensor:
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("total", [24, 26])
-def test_after_the_last_step_all_replicas_are_equal(
+def test_all_replicas_have_equal_weights_after_the_last_step(
     processes: Processes, gradients: str, total: int
 ) -> None:
     first, *others = processes(3, train_to_the_end, gradients, total)
@@ -102,7 +102,7 @@ def converge_on_demand(rank: int) -> list[Tensor]:
     return [before, trainer.weights()]
 
 
-def test_converge_on_demand_is_the_mean(processes: Processes) -> None:
+def test_converge_sets_all_replicas_to_their_mean_weights(processes: Processes) -> None:
     results = processes(3, converge_on_demand)
     mean = sum(before for before, _ in results) / 3
     assert not torch.equal(results[0][0], results[1][0])
@@ -123,13 +123,15 @@ def evaluate_on_the_way(rank: int, every: int | None, name: str) -> Any:
             own = trainer.weights()
             with trainer.scheduler.consensus():
                 seen.append((own, trainer.weights()))
-                trainer.scheduler.state_dict()  # saving inside is no reason for a warning
+                trainer.scheduler.state_dict()  # saving inside the consensus does not warn
             assert torch.equal(own, trainer.weights())
     return seen, trainer.everything()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_the_consensus_can_be_visited_without_a_trace(processes: Processes, name: str) -> None:
+def test_consensus_shows_mean_weights_and_leaves_training_unchanged(
+    processes: Processes, name: str
+) -> None:
     visited = processes(3, evaluate_on_the_way, 3, name)
     undisturbed = processes(3, evaluate_on_the_way, None, name)
     for replica in range(3):
@@ -152,7 +154,7 @@ def raise_inside(rank: int) -> bool:
     return torch.equal(own, trainer.weights())
 
 
-def test_an_error_inside_the_consensus_still_restores_the_replica(processes: Processes) -> None:
+def test_error_inside_consensus_still_restores_the_replica_weights(processes: Processes) -> None:
     assert processes(2, raise_inside) == [True, True]
 
 
@@ -175,24 +177,24 @@ def resume(rank: int, saved: bytes, cut: int, name: str, changed: dict[str, Any]
     ("name", "changed"),
     [
         ("adamw", {}),
-        ("sgd", {}),  # weight decay inside the momentum: it differs from replica to replica
+        ("sgd", {}),  # weight decay enters the momentum, which differs between replicas
         ("adam", {"gradients": "local"}),
         ("adamw", {"gradients": "local", "optimizer_state": "average"}),
     ],
 )
-def test_a_resumed_run_is_the_run_that_went_on(
+def test_resumed_run_equals_the_uninterrupted_run(
     processes: Processes, cut: int, name: str, changed: dict[str, Any]
 ) -> None:
     results = processes(3, save_and_go_on, cut, name, changed)
     states = [torch.load(io.BytesIO(saved), weights_only=True) for saved, _ in results]
     assert states[0][2] == states[1][2] == states[2][2]
-    # Replica 1's checkpoint for all: any of them will do.
+    # All replicas load the checkpoint of replica 1.
     resumed = processes(3, resume, results[1][0], cut, name, changed)
     for again, (_, on) in zip(resumed, results, strict=True):
         assert_same(again, on)
 
 
-def test_a_state_is_plain_and_says_nothing_of_replicas() -> None:
+def test_state_dict_holds_plain_values_and_nothing_about_replicas() -> None:
     state = _single(TOTAL).state_dict()
 
     def leaves(value: Any) -> list[Any]:
@@ -207,7 +209,7 @@ def test_a_state_is_plain_and_says_nothing_of_replicas() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 4])
-def test_a_run_resumes_with_another_number_of_replicas(processes: Processes, num: int) -> None:
+def test_run_resumes_with_another_number_of_replicas(processes: Processes, num: int) -> None:
     (saved, _), *_ = processes(3, save_and_go_on, 14, "adamw", {})
     state = torch.load(io.BytesIO(saved), weights_only=True)[2]
     resumed = processes(num, resume_and_tell, saved)
@@ -241,10 +243,10 @@ def rates_to_the_end(rank: int, saved: bytes, changed: dict[str, Any]) -> list[f
 
 
 @pytest.mark.parametrize(("num", "changed"), [(1, {}), (3, {"auto_lr": False})])
-def test_without_a_controller_the_decay_goes_on(
+def test_run_resumed_without_a_controller_decays_to_the_lowest_learning_rate(
     processes: Processes, num: int, changed: dict[str, Any]
 ) -> None:
-    """Nobody to compare with any more: the rate still ends at OneCycleLR's floor."""
+    """No controller compares replicas, and the rate still ends at the floor of OneCycleLR."""
     (saved, _), *_ = processes(3, save_and_go_on, 14, "adamw", {"temperature": 1e9})
     for rates in processes(num, rates_to_the_end, saved, changed):
         assert rates == sorted(rates, reverse=True)
@@ -265,17 +267,17 @@ def resume_lower(rank: int, saved: bytes, optimizer_first: bool) -> list[float]:
 
 @pytest.mark.parametrize("cut", [6, 14])
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_a_run_resumes_with_a_lower_rate(
+def test_run_resumes_with_a_lower_max_lr(
     processes: Processes, cut: int, optimizer_first: bool
 ) -> None:
-    """As the error about lost replicas advises; before and after the hand-over, in any order."""
+    """The error about lost replicas advises this. The cuts lie before and after the warm-up."""
     (saved, _), *_ = processes(2, save_and_go_on, cut, "adamw", {})
     same = processes(2, resume_and_tell, saved)[0][1]
     for rates in processes(2, resume_lower, saved, optimizer_first):
         assert rates == pytest.approx([rate / 10 for rate in same], rel=1e-9)
 
 
-def test_a_run_that_overran_resumes_longer_at_its_own_step() -> None:
+def test_run_past_its_end_resumes_at_its_step_in_a_longer_schedule() -> None:
     scheduler = _single(10, on_overrun="extend")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -295,8 +297,10 @@ def lengthen(rank: int, saved: bytes, total: int) -> list[float]:
 
 
 @pytest.mark.parametrize("total", [20, 48])
-def test_a_run_resumes_with_another_length(processes: Processes, total: int) -> None:
-    """Without signal (a high temperature) the rate ends at OneCycleLR's floor all the same."""
+def test_run_resumed_with_other_total_steps_ends_at_the_lowest_learning_rate(
+    processes: Processes, total: int
+) -> None:
+    """A high temperature removes the signal. The rate still ends at the floor of OneCycleLR."""
     (saved, _), *_ = processes(3, save_and_go_on, 14, "adamw", {"temperature": 1e9})
     for rates in processes(3, lengthen, saved, total):
         assert rates == pytest.approx([0.05 / 25 / 1e4] * 4, rel=1e-9)
@@ -311,7 +315,7 @@ def from_one_cycle(rank: int, plain: dict[str, Any], changed: dict[str, Any]) ->
     return start, momenta, trainer.scheduler.state_dict()["started"]
 
 
-def test_a_run_goes_on_from_a_plain_one_cycle_state(processes: Processes) -> None:
+def test_run_resumes_from_the_state_of_a_plain_one_cycle_lr(processes: Processes) -> None:
     optimizer = toy.OPTIMIZERS["adamw"](toy.toy())
     plain = OneCycleLR(optimizer, 0.05, total_steps=TOTAL)
     for _ in range(10):
@@ -323,7 +327,7 @@ def test_a_run_goes_on_from_a_plain_one_cycle_state(processes: Processes) -> Non
         assert start[0] == pytest.approx([plain.get_last_lr()[0] * [0.7, 1.0, 1.3][replica]] * 4)
         assert start[1] == 10
         assert momenta == [group["betas"][0] for group in optimizer.param_groups]
-        assert started  # its warm-up was over: the controller took over at the next sync
+        assert started  # the warm-up was over, so the controller started at the next sync
 
 
 @pytest.mark.parametrize(
@@ -337,7 +341,9 @@ def test_a_run_goes_on_from_a_plain_one_cycle_state(processes: Processes) -> Non
         ({"hdet": 2}, "`state_dict` must be complete, got one without 'base'."),
     ],
 )
-def test_a_foreign_state_is_refused(state: dict[str, Any], words: str) -> None:
+def test_load_state_dict_rejects_a_foreign_state_and_changes_nothing(
+    state: dict[str, Any], words: str
+) -> None:
     scheduler = _single(TOTAL)
     before = scheduler.state_dict()
     with pytest.raises(ValueError) as error:
@@ -346,7 +352,7 @@ def test_a_foreign_state_is_refused(state: dict[str, Any], words: str) -> None:
     assert scheduler.state_dict() == before
 
 
-def test_a_state_of_other_groups_is_refused() -> None:
+def test_load_state_dict_rejects_a_state_with_other_knob_names() -> None:
     state = _single(TOTAL).state_dict()
     state["knobs"][0]["name"] = "other"
     with pytest.raises(ValueError, match=r"knobs .'lr/group0'., got .'other'"):
@@ -355,13 +361,13 @@ def test_a_state_of_other_groups_is_refused() -> None:
 
 def save_in_the_middle(rank: int) -> None:
     trainer = Trainer(rank).train(range(4))
-    trainer.scheduler.state_dict()  # right after a converge there is one model
+    trainer.scheduler.state_dict()  # right after a converge all replicas are equal
     trainer.train(range(4, 6))
     with pytest.warns(UserWarning, match="saved in the middle of a cycle"):
         trainer.scheduler.state_dict()
 
 
-def test_saving_one_replica_of_many_is_pointed_out(processes: Processes) -> None:
+def test_state_dict_in_mid_cycle_warns_that_replicas_differ(processes: Processes) -> None:
     processes(2, save_in_the_middle)
 
 
@@ -374,14 +380,14 @@ def _single(total: int, **changed: Any) -> hdet.OneCycleHDET:
     return hdet.OneCycleHDET(optimizer, 0.1, total_steps=total, sync_every=5, **changed)
 
 
-def test_past_the_end_the_rate_is_held_with_one_warning() -> None:
+def test_steps_past_the_end_hold_the_learning_rate_and_warn_once() -> None:
     scheduler = _single(10)
     for _ in range(10):
         scheduler.step(1.0)
     last = scheduler.get_last_lr()
     with pytest.warns(UserWarning, match="step 11 of a run of 10") as seen:
         scheduler.step(1.0)
-    assert seen[0].filename.endswith("test_scheduler.py")
+    assert seen[0].filename.endswith("test_hdet.py")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(20):
@@ -393,7 +399,7 @@ def test_past_the_end_the_rate_is_held_with_one_warning() -> None:
     assert (again.get_last_lr(), again.last_epoch) == (last, 31)
 
 
-def test_past_the_end_it_can_be_an_error() -> None:
+def test_step_past_the_end_raises_with_on_overrun_raise() -> None:
     scheduler = _single(10, on_overrun="raise")
     for _ in range(10):
         scheduler.step(1.0)
@@ -409,7 +415,9 @@ def go_past(rank: int, on_overrun: str) -> tuple[list[float], list[float], Tenso
     return trainer.scheduler.get_last_lr(), trainer.scheduler.get_base_lr(), trainer.weights()
 
 
-def test_hold_closes_the_spread_and_extend_goes_on_exploring(processes: Processes) -> None:
+def test_on_overrun_hold_closes_the_spread_and_extend_keeps_the_spread(
+    processes: Processes,
+) -> None:
     held = processes(3, go_past, "hold")
     assert held[0][0] == held[1][0] == held[2][0] == held[0][1]
     assert torch.equal(held[0][2], held[2][2])
@@ -418,7 +426,7 @@ def test_hold_closes_the_spread_and_extend_goes_on_exploring(processes: Processe
     assert sum(lrs[0] for lrs, _, _ in extended) / 3 == pytest.approx(extended[0][1][0])
 
 
-def test_a_linear_cycle_does_not_end_below_zero() -> None:
+def test_linear_one_cycle_ends_at_the_lowest_learning_rate() -> None:
     scheduler = _single(10, anneal_strategy="linear")
     for _ in range(10):
         scheduler.step(1.0)
@@ -437,7 +445,9 @@ def accumulate(rank: int, folder: str) -> None:
         trainer.scheduler.step()
 
 
-def test_losses_are_weighted_over_micro_batches(processes: Processes, tmp_path: Path) -> None:
+def test_observed_losses_are_weighted_over_micro_batches(
+    processes: Processes, tmp_path: Path
+) -> None:
     processes(2, accumulate, str(tmp_path))
     line = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
     assert line["losses"] == pytest.approx([1.25, 2.25])
@@ -450,7 +460,7 @@ def forget_the_loss(rank: int) -> None:
         trainer.scheduler.step(None if rank == 1 else 1.0)
 
 
-def test_a_missing_loss_is_an_error_on_all_replicas(processes: Processes) -> None:
+def test_loss_missing_on_one_replica_raises_on_all_replicas(processes: Processes) -> None:
     with pytest.raises(RemoteError) as error:
         processes(3, forget_the_loss)
     for text in error.value.tracebacks:
@@ -466,7 +476,7 @@ def test_a_missing_loss_is_an_error_on_all_replicas(processes: Processes) -> Non
         (1.0, math.nan, "`weight` must be a finite number above 0, got nan."),
     ],
 )
-def test_a_bad_loss_names_itself(loss: Any, weight: float, words: str) -> None:
+def test_observe_rejects_a_bad_loss_or_weight_by_name(loss: Any, weight: float, words: str) -> None:
     with pytest.raises(ValueError) as error:
         _single(10).observe(loss, weight=weight)
     assert str(error.value).startswith(words)
@@ -476,7 +486,7 @@ def test_a_bad_loss_names_itself(loss: Any, weight: float, words: str) -> None:
 
 
 def train_scaled(rank: int, gradients: str, folder: str, careless: bool) -> Any:
-    """GradScaler skips step 5 on replica 1 (on all replicas, where gradients are shared)."""
+    """GradScaler skips step 5 on replica 1, and on all replicas if gradients are shared."""
     trainer = Trainer(rank, gradients=gradients, record=folder)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     skipped = 0
@@ -496,7 +506,7 @@ def train_scaled(rank: int, gradients: str, folder: str, careless: bool) -> Any:
 
 
 @pytest.mark.parametrize(("gradients", "skips"), [("shared", [1, 1, 1]), ("local", [0, 1, 0])])
-def test_a_skipped_step_shifts_no_converge(
+def test_step_skipped_by_grad_scaler_does_not_shift_cycle_ends(
     processes: Processes, tmp_path: Path, gradients: str, skips: list[int]
 ) -> None:
     results = processes(3, train_scaled, gradients, str(tmp_path), False)
@@ -508,14 +518,14 @@ def test_a_skipped_step_shifts_no_converge(
     assert all(line["excluded"] == [] for line in cycles)
 
 
-def test_a_loop_that_drifts_apart_is_told_at_the_next_converge(
+def test_unequal_numbers_of_observed_losses_raise_at_the_cycle_end(
     processes: Processes, tmp_path: Path
 ) -> None:
     with pytest.raises(RemoteError, match=r"replicas observed .4, 5, 4. losses in the cycle that"):
         processes(3, train_scaled, "local", str(tmp_path), True)
 
 
-def test_replicas_at_different_steps_do_not_average(processes: Processes) -> None:
+def test_converge_raises_when_replicas_are_at_different_steps(processes: Processes) -> None:
     with pytest.raises(RemoteError) as error:
         processes(2, drift_without_gradients)
     for text in error.value.tracebacks:
@@ -558,7 +568,7 @@ def lose(rank: int, what: str, lost: list[int], folder: str, policy: str) -> Any
 
 @pytest.mark.parametrize("policy", ["keep", "average"])
 @pytest.mark.parametrize("what", ["weights", "loss"])
-def test_a_lost_replica_is_left_out_and_reseeded(
+def test_replica_with_nonfinite_weights_or_loss_is_excluded_and_restored(
     processes: Processes, tmp_path: Path, what: str, policy: str
 ) -> None:
     results = processes(4, lose, what, [1, 2], str(tmp_path), policy)
@@ -574,7 +584,7 @@ def test_a_lost_replica_is_left_out_and_reseeded(
     assert third["excluded"][0]["reason"] == reason
 
 
-def test_the_mean_is_that_of_the_replicas_that_are_fit(processes: Processes) -> None:
+def test_average_uses_only_replicas_with_finite_weights(processes: Processes) -> None:
     for value in processes(3, average_two_of_three):
         assert value == [2.0, 2.0]
 
@@ -597,7 +607,7 @@ def average_two_of_three(rank: int) -> list[float]:
     return result
 
 
-def test_when_no_replica_is_left_the_run_stops_and_says_so(
+def test_run_raises_replicas_lost_when_no_replica_is_finite(
     processes: Processes, tmp_path: Path
 ) -> None:
     with pytest.raises(RemoteError) as error:
@@ -607,11 +617,11 @@ def test_when_no_replica_is_left_the_run_stops_and_says_so(
         assert "ReplicasLost: no replica is left at step 12" in text
 
 
-# The base may be any schedule, the model may be absent ---------------------------------------
+# Other base schedules, controllers and parameter groups ---------------------------------------
 
 
 def step_past_a_loop(rank: int) -> list[float]:
-    """Control in scale form: a loss that prefers high rates drives the scale up."""
+    """A base without one-cycle bounds; the loss is lower at higher learning rates."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -623,13 +633,13 @@ def step_past_a_loop(rank: int) -> list[float]:
     return [*scheduler.get_base_lr(), float(base.get_last_lr()[0])]
 
 
-def test_the_scale_follows_the_losses_in_scale_form(processes: Processes) -> None:
+def test_scale_rises_when_losses_prefer_high_learning_rates(processes: Processes) -> None:
     for centre, base in processes(4, step_past_a_loop):
         assert base == pytest.approx(0.1 / 41)
         assert centre > 1.05 * base
 
 
-def test_the_scheduler_keeps_copies_of_what_it_saves() -> None:
+def test_saved_state_dict_does_not_change_when_training_continues() -> None:
     scheduler = _single(20)
     state = scheduler.state_dict()
     kept = copy.deepcopy(state)
@@ -638,25 +648,25 @@ def test_the_scheduler_keeps_copies_of_what_it_saves() -> None:
     assert state == kept
 
 
-def test_a_state_of_another_schedule_is_refused() -> None:
+def test_load_state_dict_rejects_the_state_of_another_schedule_class() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     other = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), preset="paper")
     with pytest.raises(ValueError, match="must be of a LambdaLR, got that of a OneCycleLR"):
         other.load_state_dict(_single(10).state_dict())
 
 
-def test_one_hdet_around_another_is_refused() -> None:
+def test_hdet_rejects_another_hdet_as_base() -> None:
     with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler"):
         hdet.HDET(_single(10), preset="paper")
 
 
-def test_a_run_longer_than_its_base_is_refused() -> None:
+def test_hdet_rejects_total_steps_above_those_of_the_base_schedule() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match=r"at most that of the base schedule \(10\), got 13"):
         hdet.HDET(OneCycleLR(optimizer, 0.1, total_steps=10), total_steps=13, preset="paper")
 
 
-def test_a_scheduler_that_is_gone_writes_nothing() -> None:
+def test_deleted_scheduler_does_not_write_learning_rates() -> None:
     scheduler = _single(10)
     optimizer = scheduler.optimizer
     state = optimizer.state_dict()
@@ -667,7 +677,7 @@ def test_a_scheduler_that_is_gone_writes_nothing() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_group_that_came_later_is_pointed_out() -> None:
+def test_parameter_group_added_after_construction_raises() -> None:
     scheduler = _single(10)
     scheduler.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="must keep its 1 parameter groups, got 2"):
@@ -676,7 +686,7 @@ def test_a_group_that_came_later_is_pointed_out() -> None:
         scheduler.step(torch.tensor(1.0))
 
 
-def test_an_empty_group_is_no_obstacle() -> None:
+def test_run_accepts_an_empty_parameter_group() -> None:
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [nn.Parameter(torch.ones(1))]}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2)
@@ -687,7 +697,7 @@ def test_an_empty_group_is_no_obstacle() -> None:
 
 
 def differ_unannounced(rank: int) -> bool:
-    """Replicas that differ without hdet's doing still have a consensus."""
+    """User code changes the weights, which hdet does not see."""
     trainer = Trainer(rank, spread=0.0, auto_lr=False).train(range(2))
     hdet.perturb_(trainer.model)
     own = trainer.weights()
@@ -696,12 +706,12 @@ def differ_unannounced(rank: int) -> bool:
     return not torch.equal(own, inside) and torch.equal(own, trainer.weights())
 
 
-def test_the_consensus_does_not_trust_a_flag(processes: Processes) -> None:
+def test_consensus_averages_replicas_that_user_code_perturbed(processes: Processes) -> None:
     assert processes(2, differ_unannounced) == [True, True]
 
 
 class Nudge:
-    """A controller of a user's own: any object with the three members will do."""
+    """A user-defined controller: any object with these three members."""
 
     warmup_steps = 0
 
@@ -725,11 +735,11 @@ def own_controller(rank: int) -> float:
     return scheduler.get_base_lr()[0]
 
 
-def test_a_controller_may_be_the_users_own(processes: Processes) -> None:
+def test_user_defined_controller_moves_the_learning_rate(processes: Processes) -> None:
     assert processes(2, own_controller) == pytest.approx([0.15, 0.15])
 
 
-def test_past_a_held_end_no_loss_is_asked_for(processes: Processes) -> None:
+def test_steps_past_a_held_end_need_no_loss(processes: Processes) -> None:
     assert processes(2, go_past_in_silence) == [TOTAL + 2 * T] * 2
 
 
@@ -751,12 +761,12 @@ def train_without_ddp(rank: int) -> None:
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 
-def test_shared_gradients_without_ddp_are_pointed_out(processes: Processes) -> None:
+def test_shared_gradients_without_ddp_warn(processes: Processes) -> None:
     processes(2, train_without_ddp)
 
 
 def ends_by_itself(rank: int) -> bool:
-    """Whether a run and its process groups are gone with its last reference."""
+    """Return whether a run is freed with its last reference."""
     model = DistributedDataParallel(toy.toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     base = OneCycleLR(optimizer, 0.01, total_steps=40)
@@ -778,7 +788,11 @@ def ends_by_itself(rank: int) -> bool:
         gc.enable()
 
 
-def test_a_run_ends_with_its_last_reference(processes: Processes) -> None:
-    """One that waits for the garbage collector takes the threads of its process groups along, and
-    a process that ends before it is aborted."""
+def test_deleted_scheduler_frees_its_replicas_without_garbage_collection(
+    processes: Processes,
+) -> None:
+    """A run that waits for the garbage collector keeps the threads of its process groups alive.
+
+    A process that exits before the collection is aborted.
+    """
     assert processes(2, ends_by_itself) == [True, True]

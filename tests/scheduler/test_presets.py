@@ -1,4 +1,4 @@
-"""What a run is set to where nobody has said."""
+"""Presets: the options that hdet chooses when the user gives none."""
 
 import warnings
 from statistics import fmean
@@ -41,7 +41,7 @@ def stacked(num: int = 8, base: Any = one_cycle, **options: Any) -> hdet.HDET:
     return hdet.HDET(schedule, model=model, replicas=ensemble, **options)
 
 
-def test_the_best_is_a_scout_a_guard_and_no_spread() -> None:
+def test_best_preset_sets_scout_guard_zero_spread_and_cycle_length() -> None:
     chosen = choose_options("best", GivenOptions(), total_steps=3000, num_replicas=8)
     assert chosen == (0.0, 3000 // NUM_CYCLES, None, hdet.Scout(), hdet.Guard(offload=True))
     assert (
@@ -53,18 +53,18 @@ def test_the_best_is_a_scout_a_guard_and_no_spread() -> None:
     assert choose_options("best", GivenOptions(), total_steps=7, num_replicas=8).sync_every == 1
 
 
-def test_without_a_scout_the_learning_rate_itself_is_tracked() -> None:
+def test_best_preset_without_scout_tracks_the_learning_rate() -> None:
     given = GivenOptions(knobs=(hdet.lr(),), scout=None)
     chosen = choose_options("best", given, total_steps=3000, num_replicas=8)
     assert chosen.controller == hdet.Tracker()
 
 
-def test_where_the_scout_is_dropped_the_learning_rate_is_tracked() -> None:
+def test_dropped_scout_turns_a_relative_tracker_into_an_absolute_tracker() -> None:
     assert without_scout(hdet.Tracker(relative=True)) == hdet.Tracker()
     assert without_scout(None) is None
 
 
-def test_the_papers_is_what_it_says() -> None:
+def test_paper_preset_sets_the_options_of_the_paper() -> None:
     chosen = choose_options("paper", GivenOptions(), total_steps=3000, num_replicas=8)
     assert chosen == (1 / 9, 1000, hdet.PaperController(), None, None)
 
@@ -77,22 +77,22 @@ def test_the_papers_is_what_it_says() -> None:
         GivenOptions(knobs=(hdet.weight_decay(),)),
     ],
 )
-def test_who_explores_has_a_controller(given: GivenOptions) -> None:
+def test_best_preset_with_spread_or_knobs_adds_a_tracker(given: GivenOptions) -> None:
     chosen = choose_options("best", given, total_steps=3000, num_replicas=8)
     has_rates = given.knobs is None or isinstance(given.knobs[0], type(hdet.lr()))
-    assert chosen.controller == hdet.Tracker(relative=has_rates)  # the scout finds the rest
+    assert chosen.controller == hdet.Tracker(relative=has_rates)  # the scout sets the level
     assert chosen.spread == (given.spread or 1 / 9)
     assert (chosen.scout is not None) == (chosen.guard is not None) == has_rates
 
 
 @pytest.mark.parametrize("preset", ["best", "paper"])
-def test_what_is_said_counts(preset: str) -> None:
+def test_given_options_override_the_preset(preset: str) -> None:
     given = GivenOptions(0.0, 17, hdet.PaperController(), None, hdet.Guard(retries=2))
     assert choose_options(preset, given, total_steps=100, num_replicas=4) == given[:5]
 
 
 def train(run: SmallRun) -> float:
-    """The mean loss of its last steps."""
+    """Train to the end and return the mean loss of the last 20 steps."""
     losses = []
     for step in range(STEPS):
         run.optimizer.zero_grad()
@@ -109,8 +109,8 @@ def on_processes(rank: int) -> tuple[float, float]:
     return train(run), run.scheduler.get_knobs()["lr/group0"]
 
 
-def test_nothing_but_the_model_finds_the_learning_rate(processes: Processes) -> None:
-    """The loss of a plain run hardly falls from there."""
+def test_best_preset_finds_a_learning_rate_from_a_far_too_low_start(processes: Processes) -> None:
+    """The loss of a plain run hardly falls at this learning rate."""
     (loss, factor), *others = processes(4, on_processes)
     assert all(other[1] == factor for other in others)
     assert factor > 30
@@ -121,7 +121,7 @@ def test_nothing_but_the_model_finds_the_learning_rate(processes: Processes) -> 
     assert loss < 0.3 * first
 
 
-def test_without_scout_and_guard_it_is_the_base_schedule() -> None:
+def test_best_preset_without_scout_and_guard_equals_the_base_schedule() -> None:
     model, optimizer = small()
     options = {"preset": "best", "scout": None, "guard": None}
     train(SmallRun("one", 0, 1, model, optimizer, one_cycle, **options))
@@ -141,7 +141,7 @@ def no_scout(words: str) -> Any:
     return pytest.warns(UserWarning, match=f"no scout: .*{words}.* The learning rate is kept")
 
 
-def test_where_no_scout_can_be_it_says_why() -> None:
+def test_warning_says_why_a_run_has_no_scout() -> None:
     model, optimizer = small()
     with no_scout("one replica .*StackedReplicas"):
         alone = hdet.HDET(one_cycle(optimizer), model=model)
@@ -157,11 +157,11 @@ def test_where_no_scout_can_be_it_says_why() -> None:
         stacked(base=ReduceLROnPlateau, total_steps=STEPS)
     with no_scout("at 0.003 of the given learning rate on average.*Noam"):
         stacked(base=lambda o: LambdaLR(o, lambda _: 0.003), total_steps=STEPS)
-    with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # somebody has asked for it
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # the user asks for a scout
         stacked(base=ReduceLROnPlateau, total_steps=STEPS, scout=hdet.Scout())
 
 
-def test_what_a_user_forgets_is_pointed_out() -> None:
+def test_missing_replicas_argument_raises_and_missing_losses_warn() -> None:
     model, optimizer = small()
     several = hdet.StackedReplicas(model, 8).optimizer(optimizer)
     with pytest.raises(ValueError, match="must be the StackedReplicas whose optimizer this is"):
@@ -173,7 +173,7 @@ def test_what_a_user_forgets_is_pointed_out() -> None:
         silent.step()
 
 
-def test_a_scout_says_that_it_had_no_time() -> None:
+def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None:
     model, optimizer = small()
     ensemble = hdet.StackedReplicas(model, 8)
     schedule = OneCycleLR(
@@ -199,8 +199,10 @@ def test_a_scout_says_that_it_had_no_time() -> None:
     ("num", "probe", "least"),
     [(8, True, 134), (8, False, 800), (4, True, 267), (4, False, 1600), (2, True, 534)],
 )
-def test_how_long_a_run_must_be_for_a_scout(num: int, probe: bool, least: int) -> None:
-    """As the README says; two replicas by losses need 3200."""
+def test_scout_starts_only_in_runs_with_a_minimum_number_of_steps(
+    num: int, probe: bool, least: int
+) -> None:
+    """The limits depend on the number of replicas and on the probe."""
 
     def started(total: int) -> hdet.HDET:
         return stacked(
@@ -227,7 +229,7 @@ def outside_ddp(rank: int) -> list[str]:
     return [str(warning.message) for warning in [*seen, *also]]
 
 
-def test_gradients_that_cannot_be_switched_are_no_ground_for_a_scout(processes: Processes) -> None:
+def test_no_scout_when_gradient_sharing_cannot_be_switched(processes: Processes) -> None:
     for told in processes(4, outside_ddp):
         about = [text for text in told if text.startswith("no scout")]
         assert "needs `model=`" in about[0]
@@ -235,7 +237,7 @@ def test_gradients_that_cannot_be_switched_are_no_ground_for_a_scout(processes: 
         assert len(about) == 2
 
 
-def test_a_schedule_that_has_begun_is_not_scouted() -> None:
+def test_no_scout_for_a_schedule_that_has_already_stepped() -> None:
     model, optimizer = small()
     schedule = one_cycle(optimizer)
     optimizer.step()
@@ -244,21 +246,21 @@ def test_a_schedule_that_has_begun_is_not_scouted() -> None:
     assert not hdet.HDET(schedule, model=model).is_scouting
 
 
-def test_a_controller_of_ones_own_has_something_to_steer_by() -> None:
+def test_best_preset_with_a_given_controller_uses_the_default_spread() -> None:
     chosen = choose_options(
         "best", GivenOptions(controller=hdet.Tracker()), total_steps=900, num_replicas=8
     )
     assert chosen.spread == 1 / 9
 
 
-def test_a_length_must_be_a_whole_number() -> None:
+def test_total_steps_must_be_an_integer() -> None:
     for wrong in (300.0, "300"):
         with pytest.raises(TypeError, match="`total_steps` must be"):
             stacked(total_steps=wrong)
 
 
-def test_the_steps_of_a_scout_are_spent_for_who_resumes_without_one() -> None:
-    """The schedule still ends with the run."""
+def test_run_resumed_without_its_scout_still_ends_its_schedule() -> None:
+    """The steps of the unfinished search stay used."""
     model, optimizer = small()
     begun = SmallRun("stacked", 0, 8, model, optimizer, one_cycle, preset="best")
     for _ in range(20):
@@ -273,12 +275,12 @@ def test_the_steps_of_a_scout_are_spent_for_who_resumes_without_one() -> None:
     assert resumed.scheduler.get_base_lr()[0] < 1e-10
 
 
-def test_a_preset_must_be_known() -> None:
+def test_unknown_preset_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"`preset` must be one of .*'best', 'paper'.*got 'good'"):
         stacked(preset="good")
 
 
-def test_the_record_says_what_was_set(tmp_path: Any) -> None:
+def test_record_holds_the_settings_of_the_best_preset(tmp_path: Any) -> None:
     stacked(record=tmp_path)
     settings = reader.read(tmp_path).settings
     assert settings["scout"]["share"] == 0.03
@@ -286,9 +288,9 @@ def test_the_record_says_what_was_set(tmp_path: Any) -> None:
     assert settings["spread"] == 0.0
 
 
-def test_cycles_that_may_never_end_are_pointed_out() -> None:
+def test_knobs_without_total_steps_and_sync_every_warn() -> None:
     given = GivenOptions(knobs=[hdet.weight_decay()])
     with pytest.warns(UserWarning, match="nobody knows how long the run is: cycles have 1000"):
         choose_options("best", given, total_steps=None, num_replicas=4)
     choose_options("best", given._replace(sync_every=20), total_steps=None, num_replicas=4)
-    choose_options("best", GivenOptions(), total_steps=None, num_replicas=4)  # nothing is explored
+    choose_options("best", GivenOptions(), total_steps=None, num_replicas=4)  # no knob explores

@@ -1,4 +1,4 @@
-"""A run that is stuck from its beginning starts again with another learning rate."""
+"""Restarts: a run that stalls, or whose data changes, searches for another learning rate."""
 
 import copy
 import json
@@ -20,11 +20,11 @@ from tests.small_run import SmallRun, batch, loss_of
 N, S, SYNC = 4, 400, 20
 LOW, GOOD, WILD = 1e-5, 0.03, 300.0
 HELD = batch(10**6, 0)
-RESTART = hdet.Scout(restart=True, share=0.1)  # short runs
+RESTART = hdet.Scout(restart=True, share=0.1)  # the tests are short
 
 
 def stuck_after(losses: list[float], error: float | None, first: float) -> int | None:
-    """The number of cycles after which a run is found to be stuck."""
+    """Return the number of cycles after which the detector reports a stall."""
     watch = StallDetector()
     watch.begin(first)
     found = (n for n, loss in enumerate(losses, start=1) if watch.reason(loss, error))
@@ -40,10 +40,10 @@ def stuck_after(losses: list[float], error: float | None, first: float) -> int |
         ([5.77, 3.3], 0.1, 1.4, 1),
         ([2.0, math.nan], None, 3.0, 2),
         ([2.0, 2.0, 2.0], None, 3.0, 3),
-        ([4.026, 3.61, 3.607, 3.60, 3.594], 0.01, 5.5, 4),  # it creeps
+        ([4.026, 3.61, 3.607, 3.60, 3.594], 0.01, 5.5, 4),  # the loss falls too slowly
     ],
 )
-def test_a_loss_that_falls_no_more_is_stuck(
+def test_stall_detector_reports_a_loss_that_stops_falling(
     losses: list[float], error: float | None, first: float, after: int
 ) -> None:
     assert stuck_after(losses, error, first) == after
@@ -53,14 +53,14 @@ def test_a_loss_that_falls_no_more_is_stuck(
     ("losses", "error"),
     [
         ([4.64, 3.71, 3.11, 2.91, 2.76, 2.68, 2.6], 0.02),
-        ([2.0, 2.01, 1.9, 1.92, 1.8], 0.05),  # within the noise, and not twice running
+        ([2.0, 2.01, 1.9, 1.92, 1.8], 0.05),  # rises within the noise, never twice in a row
     ],
 )
-def test_one_that_falls_is_not(losses: list[float], error: float) -> None:
+def test_stall_detector_accepts_a_falling_loss(losses: list[float], error: float) -> None:
     assert stuck_after(losses, error, 5.0) is None
 
 
-def test_without_losses_nothing_is_said() -> None:
+def test_stall_detector_reports_nothing_without_losses() -> None:
     watch = StallDetector()
     watch.begin(None)
     assert watch.reason(None, None) is None
@@ -108,7 +108,7 @@ def ended(rank: int, engine: str, lr: float, folder: Path | None = None) -> Tens
     return Run(engine, rank, lr, record=folder).go(S).weights()
 
 
-def test_a_hopeless_learning_rate_is_seen_at_the_beginning_on_both_engines(
+def test_scout_replaces_a_divergent_learning_rate_at_the_start_on_both_engines(
     processes: Processes, tmp_path: Path
 ) -> None:
     alone = ended(0, "stacked", WILD, tmp_path)
@@ -120,10 +120,10 @@ def test_a_hopeless_learning_rate_is_seen_at_the_beginning_on_both_engines(
         torch.testing.assert_close(answer, alone, rtol=1e-8, atol=1e-10)
 
 
-def test_a_run_that_is_stuck_starts_again_on_both_engines(
+def test_stalled_run_restarts_with_a_higher_learning_rate_on_both_engines(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """One that is far too low is no reason to change it, until the loss does not fall."""
+    """The first sweep keeps a far too low learning rate. The stall triggers the restart."""
     alone = ended(0, "stacked", LOW, tmp_path)
     first, *_, found = [line for line in lines(tmp_path, "scout") if line["factor"] is not None]
     assert first["factor"] == 1.0
@@ -136,17 +136,19 @@ def test_a_run_that_is_stuck_starts_again_on_both_engines(
         torch.testing.assert_close(answer, alone, rtol=1e-8, atol=1e-10)
 
 
-def test_it_ends_where_a_good_learning_rate_does() -> None:
+def test_run_with_a_divergent_first_lr_ends_near_the_loss_of_a_good_lr() -> None:
     saved, good = Run("stacked").go(S), Run("stacked", lr=GOOD, scout=None).go(S)
     lost = Run("stacked", scout=None, guard=None)
     with pytest.raises(hdet.ReplicasLost):
         lost.go(S)
     assert saved.loss() < 1.5 * good.loss()
-    assert saved.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-3)  # its schedule has ended
+    assert saved.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-3)  # the schedule has ended
 
 
-def test_a_run_that_gets_on_has_lost_one_look(tmp_path: Path) -> None:
-    run = Run("stacked", lr=GOOD / 10, record=tmp_path)  # there is something to gain in every cycle
+def test_run_with_a_falling_loss_spends_one_sweep_and_keeps_its_learning_rate(
+    tmp_path: Path,
+) -> None:
+    run = Run("stacked", lr=GOOD / 10, record=tmp_path)  # the loss falls in every cycle
     before = run.weights()
     while run.scheduler.is_scouting:
         run.step()
@@ -160,8 +162,8 @@ def test_a_run_that_gets_on_has_lost_one_look(tmp_path: Path) -> None:
     assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
 
 
-def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Nothing can be learnt any more at the learning rate of the scout either."""
+def test_restart_search_without_a_better_lr_restores_weights_and_scale(tmp_path: Path) -> None:
+    """The run has converged, so no learning rate of the search improves the loss."""
     run = Run("stacked", lr=GOOD, record=tmp_path, guard=None)
     run.go(3 * SYNC)
     before, scale = run.weights(), run.scheduler.get_knobs()
@@ -178,7 +180,7 @@ def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Pat
     assert run.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-5)
 
 
-def test_what_is_far_worse_than_the_first_weights_is_nothing_to_come_back_to(
+def test_run_far_worse_than_its_first_weights_does_not_keep_its_learning_rate(
     tmp_path: Path,
 ) -> None:
     run = Run("stacked", lr=WILD, record=tmp_path).go(4 * SYNC)
@@ -186,12 +188,12 @@ def test_what_is_far_worse_than_the_first_weights_is_nothing_to_come_back_to(
     assert run.loss() < 10
 
 
-def test_replicas_that_were_apart_come_back_as_one() -> None:
+def test_restart_search_leaves_all_replicas_with_equal_weights() -> None:
     run = Run("stacked", lr=GOOD, spread=0.3, scout="restart", total=1200)
     second = run.scheduler._search_phase.second_start
     assert second is not None
     second.stall_detector.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
-    run.go(2 * SYNC)  # the first is cut short by the look
+    run.go(2 * SYNC)  # the first sweep shortens the first cycle
     assert run.scheduler.is_scouting
     for _ in range(100):
         if run.scheduler.is_scouting:
@@ -200,8 +202,8 @@ def test_replicas_that_were_apart_come_back_as_one() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_late_in_a_run_nothing_goes_back() -> None:
-    """However long its cycles are."""
+def test_stall_late_in_a_run_triggers_no_restart() -> None:
+    """The cycles of this run are long."""
     run = Run("stacked", lr=GOOD, sync_every=150)
     second = run.scheduler._search_phase.second_start
     assert second is not None
@@ -211,12 +213,12 @@ def test_late_in_a_run_nothing_goes_back() -> None:
     assert run.scheduler._search_phase.second_start is None
 
 
-def test_a_run_too_short_for_its_scout_is_refused_at_once() -> None:
+def test_restart_scout_rejects_a_run_that_is_too_short() -> None:
     with pytest.raises(ValueError, match="must fit in its `share`"):
         Run("stacked", scout="restart", total=150)
 
 
-def test_it_can_be_resumed_in_the_middle_of_its_scout() -> None:
+def test_run_resumed_in_mid_search_ends_with_a_low_loss() -> None:
     run = Run("stacked")
     while not run.scheduler.is_scouting:
         run.step()
@@ -233,8 +235,8 @@ def test_it_can_be_resumed_in_the_middle_of_its_scout() -> None:
 
 
 @pytest.mark.parametrize("made", [1, 3])
-def test_it_can_be_resumed_in_the_middle_of_its_first_look(made: int) -> None:
-    """It holds the first weights: if the run is stuck later, it can still come back to them."""
+def test_run_resumed_in_its_first_sweep_can_restart_from_the_first_weights(made: int) -> None:
+    """The checkpoint holds the first weights, so a later stall can restore them."""
     first = Run("stacked", lr=LOW).go(made)
     first.scheduler.converge()
     told, weights = first.scheduler.state_dict(), first.modules()[0].state_dict()
@@ -247,9 +249,9 @@ def test_it_can_be_resumed_in_the_middle_of_its_first_look(made: int) -> None:
     assert other.scheduler.get_knobs()["lr/group0"] > 100
 
 
-def test_a_scout_of_a_stuck_run_is_one_after_a_resume_too() -> None:
+def test_restart_search_resumed_midway_still_raises_the_learning_rate() -> None:
     run = Run("stacked", lr=LOW)
-    for scouts in (True, False):  # the look, and the cycles after it
+    for scouts in (True, False):  # the first sweep, then the cycles until the restart
         while run.scheduler.is_scouting == scouts:
             run.step()
     run.go(1)
@@ -262,7 +264,7 @@ def test_a_scout_of_a_stuck_run_is_one_after_a_resume_too() -> None:
     assert other.scheduler.get_knobs()["lr/group0"] > 100
 
 
-def test_a_run_that_is_saved_in_every_cycle_is_watched_all_the_same(tmp_path: Path) -> None:
+def test_stall_is_detected_when_converge_cuts_every_cycle(tmp_path: Path) -> None:
     run = Run("stacked", lr=LOW, record=tmp_path)
     for step in range(S // 3):
         run.step()
@@ -271,7 +273,7 @@ def test_a_run_that_is_saved_in_every_cycle_is_watched_all_the_same(tmp_path: Pa
     assert any("scouting" in line["reason"] for line in lines(tmp_path, "guard"))
 
 
-def test_a_stuck_run_starts_again_while_a_mean_is_under_way() -> None:
+def test_stalled_run_restarts_while_an_overlapped_average_is_in_progress() -> None:
     run = Run("stacked", lr=LOW, overlap=5, gradients="local").go(S)
     assert run.scheduler.get_knobs()["lr/group0"] > 100
     first, *others = [nn.utils.parameters_to_vector(m.parameters()) for m in run.modules()]
@@ -279,27 +281,27 @@ def test_a_stuck_run_starts_again_while_a_mean_is_under_way() -> None:
     assert run.loss() < 0.5
 
 
-def test_a_look_stays_one_with_other_replicas() -> None:
+def test_brief_search_stays_brief_when_loaded_with_fewer_replicas() -> None:
     search = Search(RESTART, num_replicas=4, total_steps=S, brief=True)
     other = Search(RESTART, num_replicas=2, total_steps=S)
     other.load_state_dict(search.state_dict())
     assert other.state_dict()["brief"]
 
 
-def test_a_resumed_run_has_no_first_weights_to_go_back_to() -> None:
+def test_run_resumed_after_its_first_sweep_has_no_second_start() -> None:
     run = Run("stacked", lr=GOOD).go(SYNC)
     run.scheduler.load_state_dict(run.scheduler.state_dict())
     assert run.scheduler._search_phase.second_start is None
 
 
-def test_one_replica_says_that_it_cannot() -> None:
+def test_restart_scout_with_one_replica_warns_and_keeps_the_learning_rate() -> None:
     with pytest.warns(UserWarning, match="needs several replicas"):
         run = Run("one", lr=GOOD)
     assert run.go(3 * SYNC).scheduler.get_knobs() == {"lr/group0": 1.0}
 
 
 @pytest.mark.parametrize("scout", ["again", 3])
-def test_bad_input_is_refused(scout: Any) -> None:
+def test_hdet_rejects_a_bad_scout_argument(scout: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="scout"):
         Run("stacked", scout=scout)
 
@@ -310,8 +312,10 @@ CHANGE, LONG = 30 * SYNC, 80 * SYNC
 
 
 class Changed(Run):
-    """From some step on losses are `worth` times as high, and `more` besides: whatever was a good
-    learning rate is so many times too high."""
+    """From step `at` on, losses are `worth` times as high plus `more`.
+
+    A learning rate that was good is then `worth` times too high.
+    """
 
     def __init__(
         self,
@@ -346,12 +350,12 @@ class Changed(Run):
 
 
 def looks(folder: Path) -> list[float]:
-    """What the scouts after the change have come to."""
+    """Return the factors that searches after the change of data have chosen."""
     told = [line for line in lines(folder, "scout") if line["step"] > CHANGE]
     return [line["factor"] for line in told if line["factor"] is not None]
 
 
-def test_a_learning_rate_that_new_data_makes_hopeless_is_found_anew(tmp_path: Path) -> None:
+def test_search_after_new_data_replaces_a_learning_rate_that_diverges(tmp_path: Path) -> None:
     run = Changed("stacked", record=tmp_path).until_it_looks()
     believed = lines(tmp_path, "guard")[-1]
     assert "raised again" in believed["reason"]
@@ -359,11 +363,11 @@ def test_a_learning_rate_that_new_data_makes_hopeless_is_found_anew(tmp_path: Pa
     run.go(LONG - run.scheduler.last_epoch)
     (found,) = looks(tmp_path)
     assert 1e-4 < found < 0.03
-    assert lines(tmp_path, "guard")[-1] == believed  # nothing spikes any more
+    assert lines(tmp_path, "guard")[-1] == believed  # no spike after the search
     assert run.loss() < 0.01
 
 
-def test_one_that_new_data_leaves_as_good_is_kept(tmp_path: Path) -> None:
+def test_search_after_new_data_keeps_a_learning_rate_that_is_still_good(tmp_path: Path) -> None:
     run = Changed("stacked", worth=1.0, more=6.0, record=tmp_path).go(LONG)
     assert looks(tmp_path) == [1.0]
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
@@ -371,8 +375,10 @@ def test_one_that_new_data_leaves_as_good_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the scout found no")
-def test_what_explodes_is_left_also_where_nothing_is_better(tmp_path: Path) -> None:
-    """Good weights have little to gain: that all differ by chance alone does not excuse it."""
+def test_search_after_new_data_lowers_a_divergent_lr_without_a_measurable_gain(
+    tmp_path: Path,
+) -> None:
+    """Good weights gain little, so differences of scores are noise. Divergence still counts."""
     options: dict[str, Any] = {"gradients": "local", "record": tmp_path, "at": CHANGE + 200}
     run = Changed("stacked", worth=1e4, **options).go(LONG)
     (found,) = looks(tmp_path)
@@ -382,8 +388,8 @@ def test_what_explodes_is_left_also_where_nothing_is_better(tmp_path: Path) -> N
     assert run.loss() < 0.1
 
 
-def test_a_look_that_nobody_asked_for_keeps_to_its_share(tmp_path: Path) -> None:
-    """Whatever the length of rounds that was set for the beginning."""
+def test_search_after_new_data_is_skipped_when_its_rounds_exceed_the_share(tmp_path: Path) -> None:
+    """`Scout.steps` sets the length of the rounds. The automatic search has no room for them."""
     scout = hdet.Scout(restart=True, steps=11)
     late = LONG - 8 * SYNC
     run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout=scout)
@@ -394,8 +400,8 @@ def test_a_look_that_nobody_asked_for_keeps_to_its_share(tmp_path: Path) -> None
     assert looks(tmp_path) == []
 
 
-def test_a_scout_that_was_asked_for_is_believed_also_after_a_resume(tmp_path: Path) -> None:
-    """As saved by a library that knew of no looks."""
+def test_requested_search_stays_requested_after_loading_an_old_state(tmp_path: Path) -> None:
+    """The old state has no entry for automatic searches."""
     run = Run("stacked", lr=GOOD, total=LONG, record=tmp_path).go(40 * SYNC)
     run.scheduler.scout_again()
     run.go(1)
@@ -412,13 +418,13 @@ def ended_after_a_change(rank: int, engine: str) -> Tensor:
     return Changed(engine, rank).go(LONG).weights()
 
 
-def test_new_data_is_the_same_to_processes(processes: Processes) -> None:
+def test_run_with_new_data_ends_with_equal_weights_on_both_engines(processes: Processes) -> None:
     alone = ended_after_a_change(0, "stacked")
     for answer in processes(N, ended_after_a_change, "processes"):
         torch.testing.assert_close(answer, alone, rtol=1e-6, atol=1e-8)
 
 
-def test_a_look_at_new_data_can_be_resumed() -> None:
+def test_run_resumed_in_its_search_after_new_data_equals_the_uninterrupted_run() -> None:
     first = Changed("stacked").until_it_looks().go(3)
     first.scheduler.converge()
     other = Changed("stacked")
@@ -431,8 +437,8 @@ def test_a_look_at_new_data_can_be_resumed() -> None:
     assert other.scheduler.get_knobs()["lr/group0"] < 0.03
 
 
-def test_new_data_shortly_before_the_end_is_not_looked_at(tmp_path: Path) -> None:
-    """No steps are left for it; the guard goes on alone."""
+def test_new_data_shortly_before_the_end_triggers_no_search(tmp_path: Path) -> None:
+    """No steps are left for a search. The guard continues alone."""
     late = LONG - 8 * SYNC
     run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout="restart")
     run.go(LONG)
@@ -443,7 +449,7 @@ def test_new_data_shortly_before_the_end_is_not_looked_at(tmp_path: Path) -> Non
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
 
 
-def test_new_data_that_blows_up_every_learning_rate_does_not_end_the_run(tmp_path: Path) -> None:
+def test_run_continues_when_every_learning_rate_diverges_on_new_data(tmp_path: Path) -> None:
     run = Changed("stacked", worth=1.0, more=6.0, record=tmp_path).until_it_looks()
     run._then = (1e20, 0.0)
     with pytest.warns(UserWarning, match="change of the data.*every learning rate blows up"):

@@ -1,4 +1,4 @@
-"""A guarded run: a spike takes it back to its last good weights, at a lower learning rate."""
+"""Rollback: after a spike the guard restores the last good weights and lowers the learning rate."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 
 
 class Run(SmallRun):
-    """Its weights are struck at given steps, as by a bad batch or a broken device."""
+    """A run whose weights are scaled at given steps, like damage by a bad batch."""
 
     def __init__(self, engine: str, rank: int = 0, num: int = N, **options: Any) -> None:
         settings = {"guard": hdet.Guard(), "spread": 0.1, "controller": None, "sync_every": T}
@@ -54,7 +54,7 @@ class Run(SmallRun):
         return self
 
     def state(self) -> list[Tensor]:
-        """Weights, buffers and moments of the replicas of this process."""
+        """Return weights, buffers and optimizer states of the replicas of this process."""
         each = getattr(self.optimizer, "each", [self.optimizer])
         tensors = [t for module in self.modules() for t in module.state_dict().values()]
         moments = [
@@ -86,7 +86,7 @@ def guarded(rank: int, engine: str, strike: float, folder: Path | None) -> dict[
 
 @pytest.mark.parametrize("strike", [30.0, math.nan])
 @pytest.mark.parametrize("engine", ["one", "stacked", "processes"])
-def test_a_spike_takes_all_replicas_back_to_the_last_good_weights(
+def test_guard_restores_the_last_good_weights_on_all_replicas_after_a_spike(
     engine: str, strike: float, processes: Processes, tmp_path: Path
 ) -> None:
     arguments = (engine, strike, tmp_path)
@@ -101,12 +101,12 @@ def test_a_spike_takes_all_replicas_back_to_the_last_good_weights(
     assert line["reason"].startswith(want)
 
 
-def test_without_a_guard_the_same_strike_is_the_end() -> None:
+def test_nan_weights_without_a_guard_raise_replicas_lost() -> None:
     with pytest.raises(hdet.ReplicasLost):
         Run("stacked", guard=None).go(6 * T, {5 * T + 1: math.nan})
 
 
-def test_a_strike_in_the_first_cycle_takes_it_back_to_the_start(tmp_path: Path) -> None:
+def test_guard_restores_the_start_weights_after_a_spike_in_the_first_cycle(tmp_path: Path) -> None:
     run = Run("stacked", record=tmp_path)
     before = [p.detach().clone() for module in run.modules() for p in module.parameters()]
     run.go(T, {1: 30.0})
@@ -116,14 +116,14 @@ def test_a_strike_in_the_first_cycle_takes_it_back_to_the_start(tmp_path: Path) 
     assert line["back_to"] == 0
 
 
-def test_weights_in_the_memory_of_the_host_are_the_same() -> None:
+def test_guard_with_offload_restores_the_same_state_as_without_offload() -> None:
     here, there = Run("stacked"), Run("stacked", guard=hdet.Guard(offload=True))
     for run in (here, there):
         run.go(8 * T, {5 * T + 1: 30.0})
     assert all(map(torch.equal, here.state(), there.state()))
 
 
-def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place(
+def test_guard_lowers_the_lr_more_at_each_retry_and_then_stops_with_good_weights(
     tmp_path: Path,
 ) -> None:
     run = Run("stacked", guard=hdet.Guard(retries=2), record=tmp_path).go(5 * T)
@@ -136,18 +136,18 @@ def test_it_steps_in_harder_each_time_and_then_stops_with_everything_in_place(
     assert all(map(torch.equal, run.state(), good))
     assert [line["factor"] for line in told(tmp_path)] == [0.5, 0.25, None]
     rates = [[group["lr"] for group in one.param_groups] for one in run.optimizer.each]
-    assert rates == run.scheduler.get_replica_lrs()  # the lowered ones
+    assert rates == run.scheduler.get_replica_lrs()  # the lowered learning rates
     assert told(tmp_path)[-1]["reason"].startswith("stopped: loss")
 
 
-def test_a_run_without_spikes_is_the_run_without_a_guard() -> None:
+def test_guard_changes_nothing_in_a_run_without_spikes() -> None:
     guarded, plain = Run("stacked"), Run("stacked", guard=None)
     for run in (guarded, plain):
         run.go(10 * T)
     assert all(map(torch.equal, guarded.state(), plain.state()))
 
 
-def test_a_resumed_run_remembers_what_is_good() -> None:
+def test_guard_restores_the_resumed_weights_after_a_spike() -> None:
     run = Run("one").go(5 * T)
     other = Run("one")
     other.bare.load_state_dict(run.bare.state_dict())
@@ -160,7 +160,9 @@ def test_a_resumed_run_remembers_what_is_good() -> None:
 
 
 @pytest.mark.parametrize("engine", ["one", "stacked"])
-def test_a_checkpoint_in_the_first_cycle_has_its_first_loss(engine: str) -> None:
+def test_run_resumed_in_its_first_cycle_has_the_guard_state_of_the_uninterrupted_run(
+    engine: str,
+) -> None:
     run = Run(engine).go(T - 2)
     run.scheduler.converge()
     other = Run(engine)
@@ -172,16 +174,18 @@ def test_a_checkpoint_in_the_first_cycle_has_its_first_loss(engine: str) -> None
 
 
 @pytest.mark.parametrize("guard", [hdet.Guard(), None])
-def test_a_step_that_the_loop_skips_is_no_spike(guard: hdet.Guard | None) -> None:
-    """As GradScaler skips one: its loss is not finite, and no weight has moved."""
+def test_step_skipped_with_a_nan_loss_does_not_lower_the_learning_rate(
+    guard: hdet.Guard | None,
+) -> None:
+    """GradScaler skips a step in this way: the loss is not finite and no weight moves."""
     run = Run("stacked", guard=guard).go(5 * T + 1)
     run.scheduler.step(torch.full((N,), math.nan))
     run.go(T)
     assert run.scheduler.get_knobs()["lr/group0"] == 1.0
 
 
-def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: Path) -> None:
-    """No learning rate brings the old loss back: after a few cycles that is believed."""
+def test_guard_raises_the_learning_rate_again_when_the_data_has_changed(tmp_path: Path) -> None:
+    """No learning rate brings the old loss back. After a few rollbacks the guard accepts that."""
     run = Run("stacked", record=tmp_path)
     noise = torch.Generator().manual_seed(0)
     for cycle in range(25):
@@ -196,7 +200,7 @@ def test_a_run_whose_data_has_changed_goes_on_with_its_learning_rate(tmp_path: P
     assert math.prod(line["factor"] for line in lines) == pytest.approx(1.0)
 
 
-def test_bad_settings_are_refused() -> None:
+def test_bad_guard_settings_are_rejected() -> None:
     with pytest.raises(
         TypeError, match=r"`guard` must be hdet.Guard\(\), None or 'auto', got True"
     ):
@@ -208,8 +212,10 @@ def test_bad_settings_are_refused() -> None:
             hdet.Guard(**options)
 
 
-def test_a_replica_far_above_the_others_is_left_out_of_the_average(tmp_path: Path) -> None:
-    """Its weights are finite, and would be half of the mean."""
+def test_replica_with_a_loss_far_above_the_others_is_excluded_from_the_average(
+    tmp_path: Path,
+) -> None:
+    """The weights of the replica are finite, and would dominate the mean."""
     run = Run("stacked", num=4, record=tmp_path, spread=0.1).go(4 * T)
     with torch.no_grad():
         for parameter in run.modules()[2].parameters():
@@ -219,15 +225,15 @@ def test_a_replica_far_above_the_others_is_left_out_of_the_average(tmp_path: Pat
     (excluded,) = [line["excluded"] for line in lines if "excluded" in line][-1]
     assert excluded["replica"] == 2
     assert "the others" in excluded["reason"]
-    assert told(tmp_path) == []  # the run itself was never in danger
+    assert told(tmp_path) == []  # the guard saw no spike of the run
     weights = [nn.utils.parameters_to_vector(module.parameters()) for module in run.modules()]
     assert all(torch.equal(each, weights[0]) for each in weights)
     assert float(weights[0].detach().abs().max()) < 10
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
-    """Weights and buffers, not what their optimizers know; under `overlap` they do not agree."""
+def test_snapshot_keeps_weights_and_buffers_that_replicas_share_only_once(offload: bool) -> None:
+    """Optimizer states are kept for each replica. Under `overlap` the weights differ too."""
     run = Run("stacked", guard=hdet.Guard(offload=offload), gradients="local").go(5 * T)
     kept = run.scheduler._run.good_point._kept  # type: ignore[union-attr]
     assert kept is not None
@@ -241,7 +247,7 @@ def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
 
 
 class Named(dict[str, Any]):
-    """A state of its own kind, as some optimizers keep it."""
+    """A custom class for an optimizer state."""
 
     @property
     def moment(self) -> Tensor:
@@ -263,7 +269,7 @@ class Own(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_states_of_any_kind_come_back_as_they_were(offload: bool) -> None:
+def test_rollback_keeps_the_type_of_custom_optimizer_states(offload: bool) -> None:
     model = net()
     run = SmallRun(
         "one",
@@ -284,8 +290,8 @@ def test_states_of_any_kind_come_back_as_they_were(offload: bool) -> None:
     assert all(type(state) is Named for state in run.optimizer.state.values())
 
 
-def test_states_that_are_views_of_one_another_stay_so() -> None:
-    """As those of an optimizer with one flat buffer."""
+def test_restore_keeps_optimizer_states_that_are_views_of_one_tensor() -> None:
+    """An optimizer with one flat buffer has such states."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     flat = torch.zeros(4)
@@ -297,7 +303,7 @@ def test_states_that_are_views_of_one_another_stay_so() -> None:
     assert optimizer.state[weight]["moment"].tolist() == [7.0, 7.0]
 
 
-def test_parameters_of_eight_bits_are_guarded() -> None:
+def test_guard_accepts_float8_parameters() -> None:
     model = net()
     model.register_parameter(
         "scale", nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)

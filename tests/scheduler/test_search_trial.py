@@ -1,4 +1,4 @@
-"""A scout inside a run: on every engine each replica trains alone, and the run begins anew."""
+"""A search inside a run: replicas train alone, then the run starts from the restored weights."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def score(model: Any) -> Tensor:
 
 
 class Run(SmallRun):
-    """With what it was before the scout."""
+    """A small run with a scout, by default with one round of four learning rates."""
 
     def __init__(
         self, engine: str, rank: int = 0, total: int = S, base_lr: float = LR, **options: Any
@@ -67,7 +67,7 @@ class Run(SmallRun):
         return self
 
     def vectors(self) -> list[Tensor]:
-        """Weights and buffers of the replicas of this process."""
+        """Return weights and buffers of the replicas of this process."""
         return [
             torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
             for module in self.modules()
@@ -85,7 +85,7 @@ class Run(SmallRun):
 
 
 def alone(replica: int, factor: float) -> Tensor:
-    """A plain loop: one model, one learning rate, its own batches. What it scores then."""
+    """Train one model in a plain loop at one learning rate and return its score."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR * factor, betas=(0.95, 0.999))
     for step in range(STEPS):
@@ -115,7 +115,7 @@ def scouted(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """The line of the record about the scout."""
+    """Return the scout event of the record."""
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if line["event"] == "scout"]
     return dict(line)
@@ -128,7 +128,7 @@ def on(processes: Processes, engine: str, *arguments: Any) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
-def test_replicas_scout_alone_and_the_run_begins_anew(
+def test_search_trains_replicas_alone_then_restores_the_start_and_sets_the_scale(
     engine: str, processes: Processes, tmp_path: Path
 ) -> None:
     answers = on(processes, engine, tmp_path)
@@ -139,14 +139,14 @@ def test_replicas_scout_alone_and_the_run_begins_anew(
         assert set(answer["states"]) == {0}
         assert answer["step"] == STEPS
         assert answer["scale"] == answers[0]["scale"]
-    # Gradients are shared again: with one learning rate all weights stay alike.
+    # After the search gradients are shared: with one learning rate all weights stay equal.
     first, *others = [vector for answer in answers for vector in answer["alike"]]
     assert len(others) == N - 1
     assert all(torch.equal(first, other) for other in others)
     line = told(tmp_path)
     want = [float(alone(replica, factor)) for replica, factor in enumerate(factors)]
     assert [point["score"] for point in line["points"]] == pytest.approx(want, rel=1e-9)
-    # The gradients of the first step are of one place: how much noise is in them?
+    # All gradients of the first step belong to the same weights, so they measure the noise.
     gradients = [gradient(replica) for replica in range(N)]
     mean = torch.stack(gradients).mean(0)
     variance = sum(float((g - mean).square().sum()) for g in gradients) / (N - 1)
@@ -165,7 +165,7 @@ def gradient(replica: int) -> Tensor:
 
 
 def one_cycle(steps: int) -> list[float]:
-    """The learning rates of torch's own, one for each step and one beyond."""
+    """Return the learning rates of OneCycleLR, one for each step and one after the end."""
     plain = torch.optim.AdamW(net().parameters(), lr=LR)
     schedule = OneCycleLR(plain, LR, total_steps=steps)
     course = [float(schedule.get_last_lr()[0])]
@@ -177,7 +177,7 @@ def one_cycle(steps: int) -> list[float]:
 
 
 class Only:
-    """A schedule of the user's own that only some processes can look ahead in."""
+    """A user-defined schedule that process 0 cannot preview to the end."""
 
     def __init__(self, rank: int) -> None:
         self._known = 20 if rank == 0 else S
@@ -209,14 +209,14 @@ def disagreeing(rank: int) -> float:
     return run.scheduler.get_knobs()["lr/group0"]
 
 
-def test_a_schedule_that_some_processes_cannot_look_ahead_in_does_not_take_them_apart(
+def test_all_processes_choose_the_same_scale_when_some_cannot_preview_the_schedule(
     processes: Processes,
 ) -> None:
     assert len(set(processes(N, disagreeing))) == 1
 
 
-def test_gradients_that_nobody_trains_with_do_not_count(tmp_path: Path) -> None:
-    """They are never cleared, and would grow from round to round."""
+def test_gradient_noise_ignores_parameters_outside_the_optimizer(tmp_path: Path) -> None:
+    """Gradients outside the optimizer are never cleared and grow from round to round."""
     noises = []
     for name, frozen in (("left", False), ("frozen", True)):
         model = net()
@@ -243,14 +243,14 @@ def test_gradients_that_nobody_trains_with_do_not_count(tmp_path: Path) -> None:
     assert noises[0] == pytest.approx(noises[1], rel=1e-9)
 
 
-def test_both_engines_go_the_same_way(processes: Processes) -> None:
+def test_run_with_a_search_ends_with_equal_weights_on_both_engines(processes: Processes) -> None:
     (stacked,), each = on(processes, "stacked"), on(processes, "processes")
     assert stacked["scale"] == pytest.approx(each[0]["scale"], rel=1e-9)
     for ours, theirs in zip(stacked["end"], each, strict=True):
         torch.testing.assert_close(ours, theirs["end"][0], rtol=1e-6, atol=1e-8)
 
 
-def test_the_schedule_is_played_over_what_is_left() -> None:
+def test_schedule_is_compressed_into_the_steps_after_the_search() -> None:
     run = Run("stacked").go(STEPS)
     scale, course = run.scheduler.get_knobs()["lr/group0"], one_cycle(S)
     for step in range(S - STEPS):
@@ -262,7 +262,7 @@ def test_the_schedule_is_played_over_what_is_left() -> None:
 
 
 def mean_after_a_scout(rise: float) -> float:
-    """Of the learning rates of a schedule that rises so far above the one that was given."""
+    """Return the mean learning rate after the search; the schedule rises to `1 + rise` times LR."""
     model = net()
     given: Any = {"scout": SCOUT, "probe": hdet.Probe(score, tail=0.0), "total_steps": S}
     run = SmallRun(
@@ -282,15 +282,15 @@ def mean_after_a_scout(rise: float) -> float:
     return fmean(lrs)
 
 
-def test_the_mean_of_a_schedule_is_what_was_found_also_above_what_was_given() -> None:
+def test_mean_lr_after_a_search_does_not_depend_on_how_far_the_schedule_rises() -> None:
     assert mean_after_a_scout(7.0) == pytest.approx(mean_after_a_scout(0.0), rel=0.05)
 
 
 @pytest.mark.parametrize("rise", [1.0, 200.0])
-def test_a_schedule_that_rises_stays_below_half_of_what_was_lost(
+def test_peak_of_a_rising_schedule_stays_below_half_the_divergence_threshold(
     rise: float, tmp_path: Path
 ) -> None:
-    """Not what was given counts, but what a schedule makes of it at its highest."""
+    """The limit applies to the highest learning rate of the schedule, not to the given one."""
     model = net()
     run = SmallRun(
         "stacked",
@@ -315,7 +315,9 @@ def test_a_schedule_that_rises_stays_below_half_of_what_was_lost(
     assert line["factor"] * rise > lost / 100
 
 
-def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Path) -> None:
+def test_search_without_a_probe_scores_the_losses_of_the_second_half_of_a_round(
+    tmp_path: Path,
+) -> None:
     Run("unheard", probe=None, record=tmp_path).go(STEPS)
     line = told(tmp_path)
     for replica, point in enumerate(line["points"]):
@@ -332,7 +334,7 @@ def test_without_a_probe_the_losses_of_the_second_half_are_compared(tmp_path: Pa
         assert point["score"] == pytest.approx(fmean(losses[STEPS // 2 :]), rel=1e-9)
 
 
-def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
+def test_checkpoint_in_mid_search_holds_the_start_weights_and_resumes_equally() -> None:
     run = Run("stacked")
     before = run.vectors()
     run.go(3)
@@ -353,9 +355,9 @@ def test_a_checkpoint_in_the_middle_holds_what_it_set_out_from() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_by_losses_too_a_resumed_scout_is_the_one_that_went_on() -> None:
+def test_search_scored_by_losses_resumes_like_the_uninterrupted_search() -> None:
     options: Any = {"scout": hdet.Scout(decades=4, steps=6, share=0.5), "probe": None}
-    run = Run("unheard", **options).go(6 + 3)  # in the middle of the second round
+    run = Run("unheard", **options).go(6 + 3)  # half-way through the second round
     run.scheduler.converge()
     other = Run("unheard", **options)
     other.bare.load_state_dict(copy.deepcopy(run.bare.state_dict()))
@@ -366,7 +368,7 @@ def test_by_losses_too_a_resumed_scout_is_the_one_that_went_on() -> None:
 
 
 class Counting(Net):
-    """It makes a new buffer instead of changing the one it has."""
+    """A model whose forward replaces a buffer instead of changing it in place."""
 
     seen: Tensor
 
@@ -404,14 +406,16 @@ def looked_at(rank: int) -> bool:
     return all(map(torch.equal, model.state_dict().values(), before.values()))
 
 
-def test_a_look_at_the_consensus_leaves_no_trace(processes: Processes) -> None:
-    """Nor in what exists once for all replicas, nor in a buffer that the forward has replaced."""
+def test_consensus_in_mid_search_restores_kept_out_parameters_and_replaced_buffers(
+    processes: Processes,
+) -> None:
+    """`keep_out` parameters are not averaged. The forward replaces a buffer in the consensus."""
     assert processes(2, looked_at) == [True] * 2
 
 
 @pytest.mark.parametrize("made", [6, 12, 18])
-def test_rounds_that_were_made_are_not_made_again_after_a_resume(made: int) -> None:
-    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds, and two around the choice
+def test_resumed_search_does_not_repeat_finished_rounds(made: int) -> None:
+    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds of sweep, two of refinement
     whole, cut = Run("stacked", scout=scout), Run("stacked", scout=scout)
     whole.go(24)
     cut.go(made)
@@ -425,7 +429,7 @@ def test_rounds_that_were_made_are_not_made_again_after_a_resume(made: int) -> N
 
 
 @pytest.mark.filterwarnings("ignore:the scout was interrupted by a `converge")
-def test_checkpoints_that_always_come_too_early_do_not_keep_the_run_from_training() -> None:
+def test_frequent_checkpoints_end_the_search_and_let_the_run_train() -> None:
     run = Run("stacked")
     before = run.weights()
     for _ in range(10):
@@ -437,7 +441,7 @@ def test_checkpoints_that_always_come_too_early_do_not_keep_the_run_from_trainin
     assert not torch.equal(run.weights()[0], before[0])
 
 
-def test_a_run_that_never_scouted_does_not_begin_to_in_the_middle() -> None:
+def test_run_saved_without_a_scout_starts_no_search_when_resumed_with_a_scout() -> None:
     run = Run("stacked", scout=None).go(20)
     run.scheduler.converge()
     other = Run("stacked")
@@ -445,7 +449,7 @@ def test_a_run_that_never_scouted_does_not_begin_to_in_the_middle() -> None:
     assert other.scheduler._run.trial is None
 
 
-def test_a_run_that_has_scouted_does_not_scout_again_after_a_resume() -> None:
+def test_run_resumed_after_its_search_does_not_search_again() -> None:
     run = Run("stacked").go(20)
     run.scheduler.converge()
     other = Run("stacked")
@@ -457,7 +461,7 @@ def test_a_run_that_has_scouted_does_not_scout_again_after_a_resume() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_longer_run_plays_the_rest_of_its_schedule_over_what_is_left() -> None:
+def test_run_resumed_with_more_total_steps_stretches_the_rest_of_its_schedule() -> None:
     run = Run("stacked").go(60)
     run.scheduler.converge()
     other = Run("stacked", total=2 * S)
@@ -468,19 +472,19 @@ def test_a_longer_run_plays_the_rest_of_its_schedule_over_what_is_left() -> None
 
 
 def loaded() -> tuple[Run, list[Tensor]]:
-    """A run into which weights and buffers were loaded after it was made."""
+    """Return a run that loaded weights and buffers after its creation, and those values."""
     run = Run("stacked")
     run.bare.load_state_dict({name: 0.5 * value for name, value in net().state_dict().items()})
     return run, run.vectors()
 
 
-def test_weights_that_are_loaded_after_the_scheduler_was_made_are_not_damaged() -> None:
+def test_search_restores_weights_that_were_loaded_after_the_scheduler_was_created() -> None:
     run, before = loaded()
     run.go(STEPS)
     assert all(map(torch.equal, run.vectors(), before))
 
 
-def test_nor_if_the_first_step_is_skipped_or_the_consensus_is_looked_at_before_it() -> None:
+def test_search_restores_loaded_weights_after_a_consensus_and_a_skipped_first_step() -> None:
     run, before = loaded()
     with run.scheduler.consensus():
         assert all(map(torch.equal, run.vectors(), before))
@@ -496,7 +500,7 @@ def test_nor_if_the_first_step_is_skipped_or_the_consensus_is_looked_at_before_i
     assert all(map(torch.equal, run.weights(), weights))
 
 
-def test_an_optimizer_state_that_is_loaded_later_is_kept() -> None:
+def test_search_restores_an_optimizer_state_loaded_after_the_scheduler_was_created() -> None:
     warm, run = Run("stacked", scout=None).go(7), Run("stacked")
     run.optimizer.load_state_dict(warm.optimizer.state_dict())
     run.go(STEPS)
@@ -504,7 +508,7 @@ def test_an_optimizer_state_that_is_loaded_later_is_kept() -> None:
     assert int(first["step"]) == 7
 
 
-def test_other_knobs_rest_while_learning_rates_are_scouted() -> None:
+def test_other_knobs_have_no_spread_during_a_search() -> None:
     knobs = [hdet.lr(), hdet.weight_decay(spread=0.5)]
     run = Run("stacked", knobs=knobs, controller=hdet.Tracker(), design="latin")
     assert {g["weight_decay"] for one in run.optimizer.each for g in one.param_groups} == {0.01}
@@ -512,7 +516,7 @@ def test_other_knobs_rest_while_learning_rates_are_scouted() -> None:
     assert len({g["weight_decay"] for one in run.optimizer.each for g in one.param_groups}) == N
 
 
-def test_a_loop_that_clears_its_model_only_goes_on_after_the_scout() -> None:
+def test_replicas_stay_equal_after_a_search_when_the_loop_calls_model_zero_grad() -> None:
     run = Run("stacked")
     for step in range(STEPS + 3):
         run.bare.zero_grad()
@@ -523,7 +527,7 @@ def test_a_loop_that_clears_its_model_only_goes_on_after_the_scout() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:
+def test_error_in_the_probe_of_a_search_restores_weights_and_learning_rates() -> None:
     calls = []
 
     def fails(model: Any) -> Tensor:
@@ -538,12 +542,12 @@ def test_an_error_in_the_probe_of_a_round_loses_nothing() -> None:
         run.go(STEPS)
     assert all(map(torch.equal, run.vectors(), before))
     rates = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
-    assert rates == set(run.scheduler.get_base_lr())  # none that was tried is left
+    assert rates == set(run.scheduler.get_base_lr())  # no learning rate of the trial is left
     run.go(3)
     assert run.scheduler.get_knobs()["lr/group0"] == 1.0
 
 
-def test_what_all_set_out_from_is_scored_once() -> None:
+def test_search_scores_the_common_start_weights_once() -> None:
     calls = []
 
     def progress_state(model: Any) -> Tensor:
@@ -554,18 +558,18 @@ def test_what_all_set_out_from_is_scored_once() -> None:
     assert len(calls) == N + 1
 
 
-def test_it_may_go_on_from_the_best_replica(tmp_path: Path) -> None:
+def test_scout_without_rewind_continues_from_the_best_replica(tmp_path: Path) -> None:
     scout = hdet.Scout(decades=2, steps=STEPS, rewind=False)
     run = Run("stacked", scout=scout, record=tmp_path).go(STEPS)
     line = told(tmp_path)
     best = min(point["score"] for point in line["points"])
     for module in run.modules():
-        with torch.no_grad():  # in training mode, as it was scored
+        with torch.no_grad():  # in training mode, like the probe
             assert float(score(module).mean()) == pytest.approx(best, rel=1e-9)
     assert set(run.states()) == {6}
 
 
-def test_random_numbers_come_back_too() -> None:
+def test_search_restores_the_random_state_of_torch() -> None:
     torch.manual_seed(11)
     run = Run("stacked")
     before = torch.get_rng_state()
@@ -578,13 +582,13 @@ def test_random_numbers_come_back_too() -> None:
     assert torch.equal(draws, torch.rand(2))
 
 
-def test_one_replica_keeps_its_learning_rate_and_says_so() -> None:
+def test_scout_with_one_replica_warns_and_keeps_the_learning_rate() -> None:
     with pytest.warns(UserWarning, match="`scout` needs several replicas"):
         run = Run("one")
     assert run.go(STEPS).scheduler.get_knobs() == {"lr/group0": 1.0}
 
 
-def test_where_everything_blows_up_the_weights_are_not_lost() -> None:
+def test_search_restores_weights_when_every_learning_rate_diverges() -> None:
     run = Run("stacked", probe=lambda model: score(model) * float("nan"))
     before = run.vectors()
     with pytest.raises(AllRatesDiverged, match="blows up"):
@@ -594,7 +598,7 @@ def test_where_everything_blows_up_the_weights_are_not_lost() -> None:
     assert run.scheduler.get_knobs()["lr/group0"] == 1.0
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_scout_settings_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"`scout` must be hdet.Scout\(\), None, 'auto' or .* 4"):
         Run("stacked", scout=4)
     with pytest.raises(ValueError, match=r"`scout` needs hdet\.lr"):
@@ -616,7 +620,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def looked_again(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any]:
-    """A run whose learning rate is a thousand times too low until somebody asks."""
+    """Train at a learning rate a thousand times too low, then call `scout_again`."""
     run = Run(engine, rank, 300, scout=None, record=folder, base_lr=LR / 1000, guard=hdet.Guard())
     run.go(85)
     run.scheduler.scout_again(hdet.Scout(share=0.4))
@@ -631,7 +635,9 @@ def looked_again(rank: int, engine: str, folder: Path | None = None) -> dict[str
     return {"back": back, "scale": scale, "end": run.weights(), "lr": run.scheduler.get_last_lr()}
 
 
-def test_it_can_be_asked_for_in_mid_run(processes: Processes, tmp_path: Path) -> None:
+def test_scout_again_raises_a_too_low_learning_rate_in_mid_run(
+    processes: Processes, tmp_path: Path
+) -> None:
     alone = looked_again(0, "stacked", tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     told = [line for line in lines if line["event"] == "scout"][-1]
@@ -645,16 +651,16 @@ def test_it_can_be_asked_for_in_mid_run(processes: Processes, tmp_path: Path) ->
         torch.testing.assert_close(answer["end"][0], alone["end"][0], rtol=1e-7, atol=1e-9)
 
 
-def test_what_was_found_before_is_where_it_looks_from() -> None:
+def test_scout_again_searches_around_the_current_learning_rate() -> None:
     run = Run("stacked", total=600, guard=None).go(300)
     (now,), scale = run.scheduler.get_last_lr(), run.scheduler.get_knobs()["lr/group0"]
     run.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS))
     lrs = sorted(lrs[0] for lrs in run.scheduler.get_replica_lrs())
     assert (lrs[0] * lrs[-1]) ** 0.5 == pytest.approx(now)
-    assert now < LR * scale  # the schedule has come down
+    assert now < LR * scale  # the schedule has decayed
 
 
-def test_it_is_resumed_as_it_was_asked_for() -> None:
+def test_search_of_scout_again_resumes_with_its_own_settings() -> None:
     asked = hdet.Scout(decades=2, steps=STEPS, share=0.2)
     run = Run("stacked", total=600, scout=None).go(100)
     run.scheduler.scout_again(asked)
@@ -676,7 +682,7 @@ def test_it_is_resumed_as_it_was_asked_for() -> None:
     assert other.scheduler.get_knobs() == run.scheduler.get_knobs()
 
 
-def test_it_says_why_it_cannot_be_asked_for() -> None:
+def test_scout_again_says_why_a_search_is_impossible() -> None:
     run = Run("stacked", total=600)
     with pytest.raises(RuntimeError, match="must wait until the replicas have scouted"):
         run.scheduler.scout_again()
@@ -693,7 +699,7 @@ def test_it_says_why_it_cannot_be_asked_for() -> None:
 
 
 class Struck(Run):
-    """Some replicas see a batch that has no finite loss, in one step."""
+    """A run in which the replicas `who` get a batch without finite loss at step `at`."""
 
     def __init__(self, engine: str, rank: int, at: int, who: set[int], **options: Any) -> None:
         super().__init__(engine, rank, **options)
@@ -735,7 +741,7 @@ def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float
         (STEPS - 1, set(range(N)), True),
     ],
 )
-def test_a_bad_batch_is_not_taken_for_the_learning_rate(
+def test_bad_batch_in_a_search_does_not_distort_the_chosen_learning_rate(
     at: int, who: set[int], probe: bool
 ) -> None:
     engine = "stacked" if probe else "unheard"
@@ -744,7 +750,9 @@ def test_a_bad_batch_is_not_taken_for_the_learning_rate(
     assert 1 / 3 < found / clean < 3
 
 
-def test_on_processes_too(processes: Processes) -> None:
+def test_bad_batch_in_a_search_does_not_distort_the_chosen_lr_on_processes(
+    processes: Processes,
+) -> None:
     clean = struck(0, "stacked", -1, {1}, True)
     for who in ({1}, set(range(N))):
         (found,) = set(processes(N, struck, "processes", 5, who, True))
@@ -752,7 +760,7 @@ def test_on_processes_too(processes: Processes) -> None:
 
 
 def accumulated(rank: int, writes: bool) -> float:
-    """A loop that sets DDP's switch itself, as loops that accumulate gradients do."""
+    """Search in a loop that sets the gradient sync of DDP, as gradient accumulation does."""
     run = Run("processes", rank)
     while run.scheduler.is_scouting:
         if writes:
@@ -761,12 +769,14 @@ def accumulated(rank: int, writes: bool) -> float:
     return float(run.scheduler.get_knobs()["lr/group0"])
 
 
-def test_a_loop_that_writes_the_switch_of_ddp_does_not_end_a_scout(processes: Processes) -> None:
+def test_loop_that_sets_gradient_sync_of_ddp_does_not_change_the_search(
+    processes: Processes,
+) -> None:
     assert processes(N, accumulated, True) == processes(N, accumulated, False)
 
 
 class Branches(nn.Module):
-    """One of two heads, by turns."""
+    """A model with two heads; each forward uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -784,7 +794,7 @@ def ddp_of(make: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def apart(model: nn.Module) -> float:
-    """How far the gradients of the processes are apart."""
+    """Return the largest difference between the gradients of the processes."""
     own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     rows = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, own)
@@ -805,12 +815,14 @@ def branched(rank: int) -> tuple[bool, float]:
     return scheduler.is_scouting, apart(model)
 
 
-def test_heads_that_take_turns_go_on_after_a_scout(processes: Processes) -> None:
+def test_ddp_model_with_alternating_heads_shares_gradients_after_a_search(
+    processes: Processes,
+) -> None:
     assert processes(2, branched) == [(False, 0.0)] * 2
 
 
 def twice(rank: int) -> list[float]:
-    """A scheduler with local gradients, then one with shared ones, on the same DDP module."""
+    """Use schedulers with local and then with shared gradients on the same DDP module."""
     model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
     found = []
     for gradients in ("local", "shared"):
@@ -830,14 +842,16 @@ def twice(rank: int) -> list[float]:
     return found
 
 
-def test_a_scheduler_with_local_gradients_leaves_nothing_behind(processes: Processes) -> None:
+def test_ddp_shares_gradients_again_after_a_scheduler_with_local_gradients(
+    processes: Processes,
+) -> None:
     for found in processes(2, twice):
         assert min(found[:3]) > 0
         assert max(found[3:]) == 0
 
 
 def bare(rank: int) -> str:
-    """The module inside of DDP: a scout would share gradients, and know nothing of it."""
+    """Give the module inside DDP: the scout cannot switch off the gradient sync of its wrapper."""
     model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
     base = OneCycleLR(optimizer, LR, total_steps=S)
     with pytest.raises(ValueError, match="must know what shares the gradients") as told:
@@ -845,11 +859,11 @@ def bare(rank: int) -> str:
     return str(told.value)
 
 
-def test_a_scout_asks_for_the_wrapped_model(processes: Processes) -> None:
+def test_scout_rejects_the_bare_module_inside_ddp(processes: Processes) -> None:
     assert "give the wrapped one" in processes(2, bare)[0]
 
 
-def test_a_late_scout_that_has_no_room_with_fewer_replicas_ends() -> None:
+def test_search_resumed_with_fewer_replicas_ends_when_too_few_steps_are_left() -> None:
     def run_of(num: int) -> SmallRun:
         model = net()
         return SmallRun(
