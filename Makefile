@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch
 BIN := .venv/bin
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test check lint walls types prose clean
 
 demo: .venv/ready
 	$(BIN)/hdet demo
@@ -12,14 +12,22 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-check: lint types test
+check: lint walls types prose test
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Which package may import which: the contracts of pyproject.toml.
+walls: .venv/ready
+	$(BIN)/lint-imports --no-cache --no-logo
+
 types: .venv/ready
 	$(BIN)/mypy
+
+# How readable the pages are.
+prose: .venv/ready
+	$(BIN)/python tools/prose.py README.md docs
 
 # torch first: a package that needs it must find it, and not fetch another build.
 .venv/ready: pyproject.toml constraints.txt
