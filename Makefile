@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch
 BIN := .venv/bin
 
-.PHONY: demo test check lint types docs clean
+.PHONY: demo test check lint walls types docs prose clean
 
 demo: .venv/ready
 	$(BIN)/hdet demo
@@ -12,11 +12,15 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-check: lint types docs test
+check: lint walls types docs prose test
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Which package may import which: the contracts of pyproject.toml.
+walls: .venv/ready
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: .venv/ready
 	$(BIN)/mypy
@@ -24,6 +28,10 @@ types: .venv/ready
 # A broken link, anchor or reference is an error. The site is written to site/.
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# How readable the pages are.
+prose: .venv/ready
+	$(BIN)/python tools/prose.py README.md docs
 
 # torch first: a package that needs it must find it, and not fetch another build.
 .venv/ready: pyproject.toml constraints.txt

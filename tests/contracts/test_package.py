@@ -53,6 +53,17 @@ assert not frameworks & set(sys.modules), frameworks & set(sys.modules)
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
+def test_import_hdet_loads_no_module_but_its_version() -> None:
+    """So `import torch, hdet` takes hardly longer than `import torch`."""
+    script = """
+import importlib, sys, typing
+before = set(sys.modules)
+import hdet
+assert set(sys.modules) - before == {"hdet", "hdet._version"}, set(sys.modules) - before
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
 @pytest.mark.parametrize("package", PURE)
 def test_pure_packages_import_where_torch_is_missing(package: str) -> None:
     script = f"""

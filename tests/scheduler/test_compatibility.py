@@ -1,6 +1,7 @@
 """Errors for bad arguments, and for replicas whose setups differ, on all replicas at once."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import hdet
+from hdet.scheduler.compatibility import RULES
+from hdet.scheduler.scout_rules import DEFAULT_SCOUT_RULES
 from tests.processes import Processes, RemoteError
+from tools import compatibility_page
 
 
 def one_cycle(**changed: Any) -> hdet.OneCycleHDET:
@@ -215,3 +219,21 @@ def run_short(rank: int) -> str:
 def test_sync_every_longer_than_the_run_warns_at_the_users_line(processes: Processes) -> None:
     for filename in processes(2, run_short):
         assert filename.endswith("test_compatibility.py")
+
+
+def test_compatibility_page_is_up_to_date() -> None:
+    """`python -m tools.compatibility_page` writes it."""
+    assert compatibility_page.PAGE.read_text() == compatibility_page.page()
+
+
+def test_every_compatibility_rule_has_its_own_name_and_whole_sentences() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(names) == len(set(names))
+    for rule in (*RULES, *DEFAULT_SCOUT_RULES):
+        assert rule.limit.endswith(".") and rule.remedy.endswith(".")
+
+
+def test_every_link_of_the_compatibility_table_leads_to_a_rule() -> None:
+    page = compatibility_page.page()
+    for name in re.findall(r"\(#([^)]*)\)", page):
+        assert f'<a id="{name}"></a>' in page

@@ -1,4 +1,8 @@
-"""The wrapped schedule: advanced with the fan-out undone, read through its own report."""
+"""BaseSchedule: the torch schedule that a run wraps.
+
+The schedule must see its own learning rates. So each step undoes the fan-out, advances the
+schedule, reads its learning rates, and restores the optimizer's entries.
+"""
 
 import copy
 import warnings
@@ -12,14 +16,22 @@ from hdet.knobs import param_groups
 
 
 class ScheduleShares(NamedTuple):
-    """What is left of a schedule, in units of the learning rate that was given."""
+    """The rest of a schedule in units of its peak: its mean and its highest value."""
 
     mean: float
     highest: float
 
 
 class BaseSchedule:
-    """A torch schedule, and the learning rates and momenta it has last computed."""
+    """A torch schedule with the learning rates and momenta that it computed last.
+
+    Args:
+        schedule: The schedule to wrap.
+
+    Raises:
+        TypeError: If it is not a torch schedule, or one of hdet.
+        ValueError: If it is a `ReduceLROnPlateau` that maximises.
+    """
 
     def __init__(self, schedule: LRScheduler) -> None:
         if not isinstance(schedule, LRScheduler) or hasattr(schedule, "consensus"):
@@ -29,7 +41,7 @@ class BaseSchedule:
         self.names = param_groups.group_names(self.optimizer)
         param_groups.use_plain_floats(schedule)
         self.cycle: OneCycleBounds | None = None
-        """Where OneCycleLR peaks and ends; none for other schedules."""
+        """The peak and the end of a OneCycleLR. None for other schedules."""
         if isinstance(schedule, OneCycleLR):
             entries = self.optimizer.param_groups
             self.cycle = OneCycleBounds(
@@ -42,81 +54,107 @@ class BaseSchedule:
                 "mean training loss of every cycle."
             )
         self.wants_metric = isinstance(schedule, ReduceLROnPlateau)
-        """It is stepped once a cycle, with the mean loss of the cycle: that number is equal on all
-        replicas; their own losses would take them apart."""
+        """Whether the schedule steps once a cycle, with the mean loss over all replicas. Losses of
+        single replicas would give them different schedules."""
         self._entries = param_groups.schedule_entries(self.optimizer)
-        self._played: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
-        """What was last asked of the rest of the schedule, and the answer."""
+        self._simulated: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
+        """The inputs and the result of the last simulation."""
         self._read()
 
     @property
     def total_steps(self) -> int | None:
+        """The length of the schedule. None if it has no end."""
         total = getattr(self.schedule, "total_steps", None)
         return total if isinstance(total, int) else None
 
     @property
     def peaks(self) -> list[float]:
-        """The learning rates that the user gave: where the schedule is highest."""
-        highest = getattr(self.schedule, "max_lrs", None)  # CyclicLR's
+        """The highest learning rate of each group: the one that the user gave."""
+        highest = getattr(self.schedule, "max_lrs", None)  # CyclicLR has it
         if highest is not None:
             return [float(lr) for lr in highest]
         entries = self.optimizer.param_groups
         return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
 
     def shares(self, total_steps: int | None) -> ScheduleShares | None:
-        """The mean of what is left of the schedule and its highest; none if nobody knows.
+        """Return the mean and the highest value of the rest of the schedule.
 
-        A copy of it is played to its end, beside the optimizer.
+        A copy of the schedule runs to its end beside the optimizer.
+
+        Args:
+            total_steps: The length of the run, None if unknown.
+
+        Returns:
+            The shares of the peak. None if they cannot be known.
         """
-        num = 0 if total_steps is None or self.wants_metric else total_steps - self.step
-        if num <= 0:
+        num_steps = 0 if total_steps is None or self.wants_metric else total_steps - self.step
+        if num_steps <= 0:
             return None
-        asked = (self.step, total_steps, *self.peaks)
-        if self._played is None or self._played[0] != asked:  # it takes its time
-            self._played = asked, self._play(num)
-        return self._played[1]
+        inputs = (self.step, total_steps, *self.peaks)
+        if self._simulated is None or self._simulated[0] != inputs:  # a long schedule takes time
+            self._simulated = inputs, self._simulate(num_steps)
+        return self._simulated[1]
 
-    def _play(self, num: int) -> ScheduleShares | None:
-        """Of the next so many steps."""
+    def _simulate(self, num_steps: int) -> ScheduleShares | None:
+        """Run a copy of the schedule for some steps beside the optimizer.
+
+        Returns:
+            The mean and the highest share; None if the schedule cannot be copied.
+        """
+        copied = self._stand_in()
+        memo = {id(owner): owner for owner in self._owners()} | {id(self.optimizer): copied}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns because the stand-in makes no step
+            try:
+                schedule: Any = copy.deepcopy(self.schedule, memo)
+                return self._walk(schedule, copied.param_groups, num_steps)
+            except Exception:  # a schedule of the user that cannot be copied or stepped
+                return None
+
+    def _stand_in(self) -> SimpleNamespace:
+        """Return what a copied schedule writes to in the place of the optimizer."""
         pairs = zip(self.optimizer.param_groups, self.lrs, strict=True)
         groups = [{**g, "lr": lr, "initial_lr": g.get("initial_lr", lr)} for g, lr in pairs]
-        stand_in = SimpleNamespace(param_groups=groups, step=lambda: None, _opt_called=True)
+        return SimpleNamespace(param_groups=groups, step=lambda: None, _opt_called=True)
+
+    def _owners(self) -> list[Any]:
+        """Return the objects whose methods the schedule calls. They must not be copied."""
+        functions = getattr(self.schedule, "lr_lambdas", [])
+        return [function.__self__ for function in functions if hasattr(function, "__self__")]
+
+    def _walk(self, schedule: Any, groups: list[Any], num_steps: int) -> ScheduleShares | None:
+        """Step a copied schedule and measure the learning rates it writes."""
         total = highest = 0.0
-        # Whatever a method of the user's own belongs to is not for us to copy.
-        callables = getattr(self.schedule, "lr_lambdas", [])
-        owners = [f.__self__ for f in callables if hasattr(f, "__self__")]
-        kept = {id(owner): owner for owner in owners} | {id(self.optimizer): stand_in}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nobody steps the stand-in
-            try:
-                played: Any = copy.deepcopy(self.schedule, kept)
-                for number in range(num):
-                    heights = [
-                        float(group["lr"]) / peak
-                        for group, peak in zip(groups, self.peaks, strict=True)
-                        if peak
-                    ]
-                    total += sum(heights)
-                    highest = max([highest, *heights])
-                    if number < num - 1:
-                        played.step()
-            except Exception:  # a schedule of the user's own that cannot be copied
-                return None
-        moving = sum(peak != 0 for peak in self.peaks)
-        return ScheduleShares(total / num / moving, highest) if moving else None
+        for number in range(num_steps):
+            shares = [
+                float(group["lr"]) / peak
+                for group, peak in zip(groups, self.peaks, strict=True)
+                if peak
+            ]
+            total += sum(shares)
+            highest = max([highest, *shares])
+            if number < num_steps - 1:
+                schedule.step()
+        num_groups = sum(peak != 0 for peak in self.peaks)
+        return ScheduleShares(total / num_steps / num_groups, highest) if num_groups else None
 
     def share_of_now(self) -> float:
-        """How high the schedule is, in units of its peak."""
+        """Return the present learning rate in units of the peak, as a mean over the groups."""
         shares = [lr / peak for lr, peak in zip(self.lrs, self.peaks, strict=True) if peak]
         return sum(shares) / len(shares) if shares else 0.0
 
     @property
     def step(self) -> int:
-        """The step of the run this schedule is at."""
+        """The step of the schedule."""
         return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)
 
     def advance(self, metric: float | None = None) -> None:
-        aside = param_groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
+        """Make one step of the schedule.
+
+        Args:
+            metric: The mean loss of the cycle, for a schedule that waits for a metric.
+        """
+        fanned_out = param_groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
         try:
             if metric is None:
                 self.schedule.step()
@@ -124,9 +162,10 @@ class BaseSchedule:
                 self.schedule.step(metric)  # type: ignore[arg-type]
             self._read()
         finally:
-            param_groups.restore_entries(self.optimizer, aside)
+            param_groups.restore_entries(self.optimizer, fanned_out)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule as plain data."""
         return {
             "kind": type(self.schedule).__name__,
             "schedule": copy.deepcopy(self.schedule.state_dict()),
@@ -134,18 +173,18 @@ class BaseSchedule:
         }
 
     def restore_entries(self) -> None:
-        """What the schedule keeps in the optimizer's groups, after a checkpoint replaced them."""
+        """Write the schedule's entries into the groups again, after a checkpoint replaced them."""
         param_groups.write_schedule_entries(self.optimizer, self._entries)
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go on from a saved state; the run is at `step`."""
+        """Continue from a saved state of a run whose schedule is at `step`."""
         self.restore_entries()
         if isinstance(self.schedule, OneCycleLR):
-            # Only the clock is taken over: rates and length are what the run is set to now. One
-            # step from the step before has the closed form compute everything else.
+            # The run keeps its own learning rates and length, and takes the step alone. One step
+            # from the step before makes the closed form compute everything else.
             last = min(step, self.schedule.total_steps)
             self.schedule.last_epoch = last - 1
-            # A count of 1 would make torch look for an optimizer step that was made long ago.
+            # At a count of 1, torch checks whether the optimizer has made a step.
             self.schedule._step_count = 0
             self.advance()
             self.schedule._step_count = last + 1
@@ -156,9 +195,10 @@ class BaseSchedule:
         self.momenta = state["momenta"]
 
     def _read(self) -> None:
+        """Read the learning rates and momenta that the schedule computed last."""
         self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
         if self.cycle is not None:
-            # One step past its last phase a linear OneCycleLR is extrapolated below zero.
+            # A linear OneCycleLR extrapolates below zero one step after its last phase.
             pairs = zip(self.lrs, self.cycle.floors, strict=True)
             self.lrs = [lr if lr > 0 else floor for lr, floor in pairs]
         self.momenta = param_groups.read_momenta(self.schedule)

@@ -1,4 +1,4 @@
-"""All replicas describe themselves before the first step and must agree."""
+"""The handshake: replicas compare their settings and weights before the first step."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,7 +10,13 @@ from hdet.weights.averaging import ReplicaWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaDescription:
-    """What one replica says of itself at the door."""
+    """What one process sends to all others in the handshake.
+
+    Attributes:
+        settings: The options, the schedule and the parameter groups as plain data.
+        parameters: Shape, type, strides and hash of each parameter and buffer, by name.
+        perturbed: Whether `hdet.perturb_` changed the weights.
+    """
 
     settings: dict[str, Any]
     parameters: dict[str, tuple[tuple[int, ...], str, tuple[int, ...], int | None]]
@@ -20,6 +26,7 @@ class ReplicaDescription:
 def describe_replica(
     settings: Settings, schedule: dict[str, Any], parameters: ReplicaWeights
 ) -> ReplicaDescription:
+    """Return the description of this process."""
     return ReplicaDescription(
         settings={**as_plain_data(settings), **schedule},
         parameters=parameters.describe(),
@@ -28,13 +35,24 @@ def describe_replica(
 
 
 def report_failure(replicas: Replicas, problem: Exception) -> NoReturn:
-    """This replica cannot start: tell the others, so that nobody waits for it."""
+    """Send the reason why this replica cannot start, so that the others do not wait for it.
+
+    Raises:
+        Exception: The problem itself.
+    """
     replicas.gather_objects(f"{type(problem).__name__}: {problem}")
     raise problem
 
 
 def check_replicas_agree(replicas: Replicas, mine: ReplicaDescription) -> bool:
-    """Raise on all replicas if one of them has a problem or differs; whether weights differ."""
+    """Compare the descriptions of all processes.
+
+    Returns:
+        Whether the weights of the replicas differ on purpose.
+
+    Raises:
+        ValueError: On every replica, if one cannot start or differs from the first.
+    """
     everyone = replicas.gather_objects(mine)
     for process, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -43,10 +61,10 @@ def check_replicas_agree(replicas: Replicas, mine: ReplicaDescription) -> bool:
     weights_differ = False
     for process, theirs in enumerate(everyone):
         replica, part = divmod(process, replicas.parts)
-        first = everyone[part]  # parts of one replica may hold other tensors
+        first = everyone[part]  # the processes of one replica may hold different shards
         difference = (
             _different_settings(first.settings, theirs.settings, replica)
-            or _different_settings(_common(everyone[0]), _common(theirs), replica)
+            or _different_settings(_common_settings(everyone[0]), _common_settings(theirs), replica)
             or _different_parameters(first.parameters, theirs.parameters, replica)
         )
         weights = _different_weights(first.parameters, theirs.parameters, replica)
@@ -56,13 +74,13 @@ def check_replicas_agree(replicas: Replicas, mine: ReplicaDescription) -> bool:
     return weights_differ or (on_purpose and replicas.size > 1)
 
 
-def _common(told: ReplicaDescription) -> dict[str, Any]:
-    """What also the parts of one replica must agree in."""
-    return {name: value for name, value in told.settings.items() if name != "groups"}
+def _common_settings(description: ReplicaDescription) -> dict[str, Any]:
+    """Return the settings in which also the processes of one replica must agree."""
+    return {name: value for name, value in description.settings.items() if name != "groups"}
 
 
 def _different_settings(first: Any, other: Any, replica: int, name: str = "") -> str | None:
-    """The first entry in which two settings differ, however deep it lies."""
+    """Return a sentence about the first entry in which two nested settings differ."""
     if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         first, other = dict(enumerate(first)), dict(enumerate(other))
     if isinstance(first, dict) and isinstance(other, dict):
@@ -78,6 +96,7 @@ def _different_settings(first: Any, other: Any, replica: int, name: str = "") ->
 
 
 def _different_parameters(first: dict[str, Any], other: dict[str, Any], replica: int) -> str | None:
+    """Return a sentence about the first parameter whose name, shape or type differs."""
     for name in [*first, *other]:
         if name not in first or name not in other:
             there, missing = (0, replica) if name in first else (replica, 0)
@@ -95,6 +114,7 @@ def _shape(entry: tuple[tuple[int, ...], str, tuple[int, ...], int | None]) -> s
 
 
 def _different_weights(first: dict[str, Any], other: dict[str, Any], replica: int) -> str | None:
+    """Return a sentence about the first parameter whose values differ."""
     for name, entry in first.items():
         if name in other and entry[3] != other[name][3]:
             return (

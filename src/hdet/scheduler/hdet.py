@@ -1,4 +1,4 @@
-"""When: the clock of a run. It says whose turn it is at a step, and computes nothing itself."""
+"""HDET: a learning-rate schedule that finds and tracks the learning rate during the run."""
 
 import copy
 import warnings
@@ -42,18 +42,82 @@ from hdet.weights.outer_optimizer import OptimizerFactory
 
 
 class HDET(LRScheduler):
-    """Wraps any torch schedule in scale form: the learning rate of replica r is
+    """Wraps a torch schedule, and finds and tracks the learning rate inside the run.
+
+    Each *replica* is one copy of the model. The learning rate of replica r is
 
         base(step) x scale x multiplier_r
 
-    By default a `scout` finds the scale in the first steps, a `guard` takes the run back when its
-    loss spikes, and all multipliers are 1. With a `spread`, or with `preset="paper"`, they lie
-    evenly in [1 - spread, 1 + spread]: every `sync_every` steps the weights are averaged, and the
-    controller moves the scale toward what worked. Other `knobs` are explored beside it, and a
-    `probe` compares the replicas fairly. An `outer` optimizer follows what the mean of the replicas
-    changes; with an `overlap` the mean comes so many steps after the end of a cycle, and nobody
-    waits for it; with `compress` fewer bytes are sent. With one replica and no guard it is the base
-    schedule.
+    - The *base* is the schedule that `HDET` wraps.
+    - A *cycle* is the `sync_every` steps between two averages of the weights.
+    - The *multiplier* is the position of a replica in the spread, between 1 - spread and
+      1 + spread. It is 1 for all replicas unless the run explores.
+    - The *scale* is the centre of the spread. The controller moves it at the end of a cycle.
+    - A *knob* is a scalar that the run explores: a learning rate, a weight decay, a dropout.
+    - The *scout* searches for the scale in the first steps of the run.
+    - The *guard* restores the last good weights when the loss spikes.
+    - The *consensus* is the mean of the replicas' weights.
+
+    By default the run has a scout and a guard, and does not explore. It explores if `spread`,
+    `knobs` or a controller is given, or with `preset="paper"`. With one replica and no guard,
+    `HDET` is exactly the base schedule.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> base = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        >>> scheduler = HDET(base, model=model, scout=None)
+        >>> optimizer.step()
+        >>> scheduler.step()
+        >>> scheduler.get_last_lr()
+        [0.05]
+
+    Args:
+        base: The schedule to wrap. It must be a plain torch `LRScheduler`.
+        model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
+            scout, the probe and local gradients need it. hdet averages its buffers too.
+        preset: The defaults of the options below. `"best"` starts with a scout and a guard and
+            does not explore. `"paper"` explores as the paper does, without scout and guard.
+        spread: Relative half-width of the learning rates that replicas explore, in [0, 1). None
+            takes the preset's value.
+        sync_every: Steps in a cycle. None takes the preset's value: a thirtieth of the run, at
+            most 1000, or 1000 for the paper.
+        knobs: The scalars to explore, such as `[hdet.lr(), hdet.weight_decay()]`. None explores
+            the learning rate of each parameter group.
+        probe: Scores the replicas on held-out data. A function of the model, or `hdet.Probe`.
+            None compares replicas by their training losses.
+        scout: The search at the start. `"auto"` searches where that can work, and otherwise
+            warns. `"restart"` keeps the given learning rate unless it is far off. None turns the
+            scout off. `hdet.Scout()` sets its options.
+        guard: The protection against spikes. `"auto"` takes the preset's guard, None turns it
+            off, and `hdet.Guard()` sets its options.
+        controller: Moves the scale at the end of a cycle. `"auto"` takes the preset's
+            controller, and None moves nothing. `hdet.Tracker()` and `hdet.PaperController()` are
+            controllers.
+        design: How multipliers are assigned to replicas in each cycle. `"orthogonal"` keeps knobs
+            uncorrelated, `"latin"` gives each replica a level of its own, and `"permutation"` is
+            the paper's design. None takes the design that fits the controller.
+        gradients: `"shared"` if all replicas step with the mean gradient, as under DDP.
+            `"local"` if each replica steps with its own.
+        optimizer_state: What happens to optimizer states when weights are averaged: `"keep"`,
+            `"average"` or `"reset"`.
+        outer: Makes an outer optimizer from a list of parameters, as DiLoCo uses one. It treats
+            the change of the mean weights over a cycle as a gradient.
+        overlap: Steps that training continues while the average is computed. 0 waits for it.
+        compress: Quantizes the weights that replicas send to `"bf16"` or `"int8"`. None sends
+            them as they are.
+        replicas: The engine that holds the replicas. None takes the processes of the default
+            process group, or a single replica without one.
+        total_steps: Steps of the run. None takes the length of the base schedule if it has one.
+        on_overrun: What happens after `total_steps`. `"hold"` keeps the learning rate, `"extend"`
+            keeps it and explores on, and `"raise"` raises an error.
+        record: The folder for the file `record.jsonl`. None writes no record.
+        seed: Seed of the assignment of multipliers to replicas.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has a bad value, if options do not work together, or if the
+            replicas have different settings or weights. It is raised on all replicas.
     """
 
     def __init__(
@@ -116,15 +180,33 @@ class HDET(LRScheduler):
     # The loop ------------------------------------------------------------------------------
 
     def observe(self, loss: Any, *, weight: float = 1.0) -> None:
-        """Note a training loss of this replica; with accumulation, one for each micro-batch.
+        """Add a training loss of this replica to the mean of the cycle.
 
-        The mean over the cycle is weighted by `weight`, for example the number of tokens. The
-        value stays on its device.
+        With gradient accumulation, call it once for each micro-batch and `step()` without a loss.
+        The value stays on its device.
+
+        Args:
+            loss: The loss: a number or a tensor. With several replicas in this process, a tensor
+                with one loss for each.
+            weight: The weight of this loss in the mean, for example its number of tokens.
         """
         self._run.training_loss.add(loss, weight)
 
     def step(self, loss: Any = None) -> None:
-        """Once for every attempted optimizer step, also for one that GradScaler skipped."""
+        """Advance the run by one step.
+
+        Call it once after every attempted optimizer step, also after one that `GradScaler`
+        skipped. At the end of a cycle it compares the replicas and averages their weights, so all
+        replicas must call it equally often.
+
+        Args:
+            loss: The training loss of this step, as for `observe()`. None adds no loss.
+
+        Raises:
+            ValueError: If the run is over and `on_overrun` is `"raise"`.
+            RuntimeError: If it is called inside `consensus()`.
+            ReplicasLost: If too few replicas are fit to go on.
+        """
         run = self._run
         if self._visiting:
             self._refuse_while_visiting("step()")
@@ -164,11 +246,14 @@ class HDET(LRScheduler):
         run.write(everything=ends)
 
     def converge(self) -> None:
-        """Average now, weights and optimizer state alike: what is saved after it is one model.
+        """Average weights, buffers and optimizer states now, so that all replicas are one model.
 
-        The losses seen so far in this cycle are dropped, so that the run goes on exactly as one
-        that is resumed from here (but for a scout that has held batches out, which nobody saves).
-        All replicas must call it.
+        Call it on all replicas before saving a checkpoint. It drops the losses of this cycle, so
+        that the run continues exactly as one that resumes from the checkpoint. The exception is
+        a scout with held-out batches: a checkpoint does not contain them.
+
+        Raises:
+            RuntimeError: If it is called inside `consensus()`.
         """
         run = self._run
         self._refuse_while_visiting("converge()")
@@ -196,11 +281,17 @@ class HDET(LRScheduler):
         run.write_record(line, {"converge": stopwatch}, wait=True)
 
     def scout_again(self, scout: Scout | None = None) -> None:
-        """Look for another learning rate from here on, as after a change of the data.
+        """Search for another learning rate from the next step on, for example for new data.
 
-        In the next steps the replicas scout around the learning rate of now, then the run goes on
-        from the weights of now. All replicas must call it. In mid-run what is better at once is
-        mostly too low (docs/scout.md): it is for a learning rate that is off by much.
+        The replicas try learning rates around the present one. Then the run continues from the
+        present weights. All replicas must call it. In mid-run, short trials favour learning rates
+        that are too low: use it if the learning rate is far off.
+
+        Args:
+            scout: The options of the search. None takes those of the run.
+
+        Raises:
+            RuntimeError: If no scout can run here, or if one is running.
         """
         self._refuse_while_visiting("scout_again()")
         asked = scout or self._run.settings.scout or Scout()
@@ -211,11 +302,17 @@ class HDET(LRScheduler):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is the mean of the replicas: to evaluate it, or to keep a copy.
+        """Show the mean of the replicas in the model, to evaluate it or to copy its weights.
 
-        After it every replica has its own weights again, and the run goes on as if nothing had
-        happened. Right after a converge there is nothing to do. To save a checkpoint from which a
-        run resumes bit for bit, call `converge()` instead. All replicas must enter it.
+        After the block every replica has its own weights again, and the run continues unchanged.
+        All replicas must enter the block. For a checkpoint from which a run resumes bit for bit,
+        call `converge()` instead.
+
+        Yields:
+            None.
+
+        Raises:
+            RuntimeError: If it is entered twice.
         """
         run = self._run
         self._refuse_while_visiting("consensus()")
@@ -252,10 +349,15 @@ class HDET(LRScheduler):
         return run.parameters.visit(verdict.fit, weights, call.agreed)
 
     def note(self, text: str = "", **measures: float) -> None:
-        """Write a line of your own into the record: what you did, or what you measured.
+        """Write a line of your own into the record. Without a record it does nothing.
 
-        The report plots the measures over the steps; `loss` is the loss of the consensus on data
-        that it was not trained on. Without a record it does nothing.
+        Args:
+            text: What happened.
+            **measures: Numbers that the report plots over the steps. `loss` is the loss of the
+                consensus on data that it was not trained on.
+
+        Raises:
+            TypeError: If a measure is not a number.
         """
         values = {name: number_of(name, value) for name, value in measures.items()}
         line = {"event": "note", "step": self._run.step, "text": str(text), "measures": values}
@@ -265,7 +367,7 @@ class HDET(LRScheduler):
 
     @property
     def last_epoch(self) -> int:
-        """The steps that were attempted, as torch calls them."""
+        """The number of attempted steps, under torch's name."""
         return self._run.step
 
     @last_epoch.setter
@@ -273,56 +375,89 @@ class HDET(LRScheduler):
         self._run.step = step
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates of this replica, one for each group.
+        """Return the learning rates of this replica.
 
-        Where several replicas live in this process, those in the centre of their spread.
+        Returns:
+            One learning rate for each parameter group. With several replicas in this process,
+            those in the centre of the spread.
         """
         return list(self._run.lrs[0]) if len(self._run.lrs) == 1 else self.get_base_lr()
 
     def get_lr(self) -> list[Any]:
+        """Return the same as `get_last_lr()`, under torch's other name."""
         return self.get_last_lr()
 
     def get_base_lr(self) -> list[float]:
-        """The learning rates in the centre of the spread: those of the consensus."""
+        """Return the learning rates of the consensus: those in the centre of the spread.
+
+        Returns:
+            One learning rate for each parameter group.
+        """
         return self._run.knob_bank.lrs(self._run.base.lrs)
 
     def get_replica_lrs(self) -> list[list[float]]:
-        """The learning rates of every replica, in their order, one for each group."""
+        """Return the learning rates of every replica.
+
+        Returns:
+            For each replica, in order, one learning rate for each parameter group.
+        """
         return [self._run.lrs_of(replica) for replica in range(self._run.replicas.size)]
 
     def get_knobs(self) -> dict[str, float]:
-        """The centre of every knob: a factor of the base schedule for learning rates (`lr/...`),
-        the value itself for all others; of one with a schedule what it is where that is 1."""
+        """Return the centre of every knob.
+
+        Returns:
+            The knobs by name. For a learning rate (`lr/...`) the value is a factor of the base
+            schedule. For every other knob it is the knob's value. For a knob with a schedule it
+            is the value where the schedule is 1.
+        """
         return self._run.knob_bank.scales()
 
     @property
     def outer(self) -> Optimizer | None:
-        """The outer optimizer, to be saved and loaded beside the inner one."""
+        """The outer optimizer, None without one. Save and load it beside the inner one."""
         return self._run.parameters.outer
 
     def outer_parameters(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters of the model, each with what the outer optimizer moves for it."""
+        """Return the parameters that the outer optimizer follows.
+
+        Returns:
+            Pairs of a model parameter and the tensor that the outer optimizer moves for it.
+        """
         return self._run.parameters.outer_parameters()
 
     def unsaved_parameters(self) -> list[str]:
-        """Those that exist once for all replicas, as plain tensors: a distributed checkpoint takes
-        them for copies of each other."""
+        """Return the parameters that a distributed checkpoint cannot save by itself.
+
+        Each exists once for all replicas and is a plain tensor. A distributed checkpoint takes
+        such tensors for copies of each other.
+
+        Returns:
+            The names of the parameters.
+        """
         return self._run.parameters.unsaved()
 
     @property
     def is_scouting(self) -> bool:
-        """Whether the replicas still try learning rates, each on its own."""
+        """Whether the scout runs: each replica tries a learning rate of its own."""
         return self._run.trial is not None
 
     def sensitivity(self) -> dict[str, Sensitivity]:
-        """How the signal answers to every knob: d loss / d position in the knob's space, with its
-        standard error and interval, from the last cycles. A knob without evidence is not listed."""
+        """Return how the score responds to every knob, from the last cycles.
+
+        Returns:
+            For each knob with evidence, the slope of the loss over the knob's position, with its
+            standard error and its 95 % interval.
+        """
         recent_slope = {knob.name: knob.sensitivity() for knob in self._run.knob_bank.knobs}
         return {name: sensed for name, sensed in recent_slope.items() if sensed is not None}
 
     def probe_share(self) -> float | None:
-        """The share of the last cycle's time that its probe took; none without one, or as long
-        as the device is still busy with it."""
+        """Return the share of the last cycle's time that the probe took.
+
+        Returns:
+            A number from 0 to 1. None without a probe, or while the device still computes.
+        """
         spent = {name: watch.seconds() for name, watch in self._run.probe_watches.items()}
         probe, training = spent.get("probe"), spent.get("training")
         return None if probe is None or training is None else probe / (probe + training)
@@ -330,7 +465,14 @@ class HDET(LRScheduler):
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, equal on all replicas, without a replica's index or their number."""
+        """Return the state of the run, to be saved beside the model and the optimizer.
+
+        It warns if the replicas differ: call `converge()` on all replicas before saving.
+
+        Returns:
+            Plain data that is equal on all replicas and loads with `weights_only=True`. It does
+            not depend on the number of replicas.
+        """
         run = self._run
         if run.diverged and not self._visiting:
             warnings.warn(
@@ -343,7 +485,17 @@ class HDET(LRScheduler):
         return {**run.progress_state(), "search": run.trial.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state of hdet, or of the plain base schedule."""
+        """Continue from a saved state of hdet, or of the plain base schedule.
+
+        Load the model and the optimizer too, in any order. The number of replicas and the length
+        of the run may differ from those of the saved run.
+
+        Args:
+            state_dict: The result of `state_dict()`, or that of the base schedule.
+
+        Raises:
+            ValueError: If the state belongs to another schedule or to other knobs.
+        """
         run, told = self._run, self.check_state_dict(state_dict)
         run.parameters.abandon()
         run.step = told["step"]
@@ -365,7 +517,17 @@ class HDET(LRScheduler):
         run.write_record({"event": "resume", "step": run.step})
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a state that this run cannot go on from; what it will go on with."""
+        """Check that the run can continue from a state, and change nothing.
+
+        Args:
+            state_dict: The state, as for `load_state_dict()`.
+
+        Returns:
+            A copy in the form of hdet, also of the state of a plain base schedule.
+
+        Raises:
+            ValueError: If the state belongs to another schedule or to other knobs.
+        """
         run, told = self._run, copy.deepcopy(state_dict)
         check_groups(run.optimizer, len(run.base.lrs))
         if "hdet" not in told:

@@ -1,4 +1,4 @@
-"""OneCycleHDET: the drop-in for torch's OneCycleLR, and the paper's auto-LR as it is printed."""
+"""OneCycleHDET: the drop-in replacement for OneCycleLR, with the paper's controller."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,12 +24,75 @@ from hdet.weights.outer_optimizer import OptimizerFactory
 
 
 class OneCycleHDET(HDET):
-    """OneCycleLR with a spread: its 14 arguments in their order, then hdet's own by keyword.
+    """Takes the place of torch's `OneCycleLR` and trains as the paper does.
 
-    Until `warmup_steps` (by default the top of the cycle) every learning rate is that of
-    OneCycleLR times the replica's multiplier. From the first sync after it, if `auto_lr` is on,
-    the learning rate is constant within a cycle and moves at syncs only: it decays toward
-    OneCycleLR's floor and follows the losses (paper, eqs. 4 to 9). Momentum keeps its schedule.
+    The first 14 arguments are those of `OneCycleLR`, in their order. The arguments of hdet follow
+    by keyword. `HDET` defines the terms replica, cycle, spread and knob.
+
+    Up to `warmup_steps`, the learning rate of a replica is that of `OneCycleLR` times the
+    replica's multiplier. After the next sync the controller takes over if `auto_lr` is on. Then
+    the learning rate is constant within a cycle. At each sync it decays toward the floor of
+    `OneCycleLR` and follows the losses (paper, equations 4 to 9). Momentum keeps its schedule.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> scheduler = OneCycleHDET(optimizer, max_lr=0.1, total_steps=100)
+        >>> round(scheduler.get_last_lr()[0], 9)
+        0.004
+
+    Args:
+        optimizer: The optimizer to schedule.
+        max_lr: The highest learning rate of the cycle, one number or one for each group.
+        total_steps: Steps of the run. None takes `epochs` times `steps_per_epoch`.
+        epochs: Epochs of the run, if `total_steps` is None.
+        steps_per_epoch: Steps in an epoch, if `total_steps` is None.
+        pct_start: Share of the run in which the learning rate rises, from 0 to 1.
+        anneal_strategy: Shape of the cycle: `"cos"` or `"linear"`.
+        cycle_momentum: Whether momentum moves opposite to the learning rate.
+        base_momentum: The lowest momentum of the cycle, one number or one for each group.
+        max_momentum: The highest momentum of the cycle, one number or one for each group.
+        div_factor: The cycle starts at `max_lr / div_factor`.
+        final_div_factor: The cycle ends at its first learning rate divided by this factor.
+        three_phase: Whether the cycle falls to its first learning rate before the last phase.
+        last_epoch: The last step of a run that continues, -1 for a new run.
+        model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
+            scout, the probe and local gradients need it. hdet averages its buffers too.
+        spread: Relative half-width of the learning rates that replicas explore, in [0, 1).
+        sync_every: Steps in a cycle. Replicas are compared and averaged at its end.
+        auto_lr: Whether the controller takes over after the warm-up. If not, the run follows
+            `OneCycleLR`, and replicas differ by their multipliers only.
+        warmup_steps: Steps before the controller takes over. None takes the top of the cycle.
+        momentum: Momentum of the controller's velocity, beta in the paper, in [0, 1).
+        temperature: Temperature of the softmax over the losses, sigma in the paper.
+        step_size: Step size of the controller, lambda in the paper.
+        knobs: The scalars to explore, such as `[hdet.lr(), hdet.weight_decay()]`. None explores
+            the learning rate of each parameter group.
+        probe: Scores the replicas on held-out data. A function of the model, or `hdet.Probe`.
+            None compares replicas by their training losses.
+        scout: The search at the start, `hdet.Scout()`. None searches nothing.
+        guard: The protection against spikes, `hdet.Guard()`. None protects nothing.
+        gradients: `"shared"` if all replicas step with the mean gradient, as under DDP.
+            `"local"` if each replica steps with its own.
+        optimizer_state: What happens to optimizer states when weights are averaged: `"keep"`,
+            `"average"` or `"reset"`.
+        outer: Makes an outer optimizer from a list of parameters, as DiLoCo uses one. It treats
+            the change of the mean weights over a cycle as a gradient.
+        overlap: Steps that training continues while the average is computed. 0 waits for it.
+        compress: Quantizes the weights that replicas send to `"bf16"` or `"int8"`. None sends
+            them as they are.
+        replicas: The engine that holds the replicas. None takes the processes of the default
+            process group, or a single replica without one.
+        on_overrun: What happens after `total_steps`. `"hold"` keeps the learning rate, `"extend"`
+            keeps it and explores on, and `"raise"` raises an error.
+        record: The folder for the file `record.jsonl`. None writes no record.
+        seed: Seed of the assignment of multipliers to replicas.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has a bad value, if options do not work together, or if the
+            replicas have different settings or weights. It is raised on all replicas.
     """
 
     def __init__(
@@ -74,30 +137,13 @@ class OneCycleHDET(HDET):
         def prepare(_: Replicas) -> tuple[BaseSchedule, Settings]:
             check_flag("auto_lr", auto_lr)
             _check_rates(max_lr, div_factor, final_div_factor)
-            base = BaseSchedule(
-                _one_cycle(
-                    optimizer,
-                    max_lr,
-                    total_steps,
-                    epochs,
-                    steps_per_epoch,
-                    pct_start,
-                    anneal_strategy,
-                    cycle_momentum,
-                    base_momentum,
-                    max_momentum,
-                    div_factor,
-                    final_div_factor,
-                    three_phase,
-                    last_epoch,
-                )
-            )
-            assert base.total_steps is not None
-            top = math.ceil(pct_start * base.total_steps)
+            length = (total_steps, epochs, steps_per_epoch, pct_start)
+            momenta = (cycle_momentum, base_momentum, max_momentum)
+            ends = (div_factor, final_div_factor, three_phase, last_epoch)
+            cycle = _one_cycle(optimizer, max_lr, *length, anneal_strategy, *momenta, *ends)
+            base = BaseSchedule(cycle)
             controller = PaperController(
-                warmup_steps=min(top, base.total_steps - 1)
-                if warmup_steps is None
-                else warmup_steps,
+                warmup_steps=_top_of(base, pct_start) if warmup_steps is None else warmup_steps,
                 momentum=momentum,
                 temperature=temperature,
                 step_size=step_size,
@@ -124,10 +170,12 @@ class OneCycleHDET(HDET):
         self._open(prepare, model, replicas, record)
 
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
+        """Return the bounds of the cycle, whose decay the controller takes over."""
         return base.cycle
 
 
 def _one_cycle(*arguments: Any) -> OneCycleLR:
+    """Make a OneCycleLR. torch divides by zero if a phase of the cycle has no step."""
     try:
         return OneCycleLR(*arguments)
     except ZeroDivisionError as error:
@@ -137,6 +185,12 @@ def _one_cycle(*arguments: Any) -> OneCycleLR:
             f"`total_steps` must leave every phase of the cycle a step, got {total_steps} with "
             f"`pct_start` {pct_start}."
         ) from error
+
+
+def _top_of(base: BaseSchedule, pct_start: float) -> int:
+    """Return the step at which the cycle is highest, before the end of the run."""
+    assert base.total_steps is not None
+    return min(math.ceil(pct_start * base.total_steps), base.total_steps - 1)
 
 
 def _check_rates(max_lr: Any, div_factor: Any, final_div_factor: Any) -> None:

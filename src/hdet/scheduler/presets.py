@@ -1,4 +1,4 @@
-"""What a run is set to where nobody has said: the best that is known, or what the paper has."""
+"""Presets: the values of options that the user leaves open."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ Auto = Literal["auto"]
 Restart = Literal["restart"]
 PRESETS = ("best", "paper")
 SPREAD, SYNC_EVERY = 1 / 9, 1000
-"""Those of the paper."""
+"""The values of the paper."""
 NUM_CYCLES = 30
-"""A guard looks after a run so many times, or every thousand steps if that is more often."""
+"""Cycles in a run with the best preset. Cycles never exceed the paper's length."""
 
 
 class GivenOptions(NamedTuple):
-    """What somebody has said, or "auto" (none for numbers) where nobody has."""
+    """The options as the user gives them. "auto", or None for numbers, leaves one open."""
 
     spread: float | None = None
     sync_every: int | None = None
@@ -34,6 +34,8 @@ class GivenOptions(NamedTuple):
 
 
 class ChosenOptions(NamedTuple):
+    """The options that a run uses."""
+
     spread: float
     sync_every: int
     controller: Controller | None
@@ -44,7 +46,16 @@ class ChosenOptions(NamedTuple):
 def choose_options(
     preset: str, given: GivenOptions, *, total_steps: int | None, num_replicas: int
 ) -> ChosenOptions:
-    """Fill in what nobody has said.
+    """Fill in the options that the user leaves open.
+
+    Args:
+        preset: `"best"` or `"paper"`.
+        given: The options as the user gives them.
+        total_steps: Steps of the run, None if unknown.
+        num_replicas: Replicas of the run.
+
+    Returns:
+        The options that the run uses.
 
     >>> choose_options("best", GivenOptions(), total_steps=3000, num_replicas=8)[:3]
     (0.0, 100, None)
@@ -56,42 +67,49 @@ def choose_options(
         check_choice("scout", given.scout, ("auto", "restart"))
     if total_steps is not None:
         check_integer("total_steps", total_steps, at_least=1)
-    usual = ChosenOptions(SPREAD, SYNC_EVERY, PaperController(), None, None)
-    if preset == "best":
-        usual = _best(given, total_steps)
-        if total_steps is None and given.sync_every is None and usual.spread and num_replicas > 1:
-            warnings.warn(
-                f"nobody knows how long the run is: cycles have {SYNC_EVERY} steps, and nothing "
-                "moves before the first ends; give `total_steps=` or `sync_every=`.",
-                stacklevel=5,
-            )
+    usual = _paper() if preset == "paper" else _best(given, total_steps)
+    is_length_open = total_steps is None and given.sync_every is None
+    if preset == "best" and is_length_open and usual.spread and num_replicas > 1:
+        warnings.warn(
+            f"nobody knows how long the run is: cycles have {SYNC_EVERY} steps, and nothing "
+            "moves before the first ends; give `total_steps=` or `sync_every=`.",
+            stacklevel=5,
+        )
     if num_replicas == 1:
-        usual = usual._replace(guard=None)  # one replica is the base schedule, and nothing else
+        usual = usual._replace(guard=None)  # one replica follows the base schedule exactly
     return ChosenOptions(
         usual.spread if given.spread is None else given.spread,
         usual.sync_every if given.sync_every is None else given.sync_every,
         usual.controller if given.controller == "auto" else given.controller,
-        {"auto": usual.scout, "restart": Scout(restart=True)}[given.scout]
-        if isinstance(given.scout, str)
-        else given.scout,
+        _chosen_scout(given.scout, usual.scout),
         usual.guard if given.guard == "auto" else given.guard,
     )
 
 
+def _chosen_scout(given: Scout | Auto | Restart | None, usual: Scout | None) -> Scout | None:
+    if given == "restart":
+        return Scout(restart=True)
+    return usual if given == "auto" else given
+
+
+def _paper() -> ChosenOptions:
+    return ChosenOptions(SPREAD, SYNC_EVERY, PaperController(), None, None)
+
+
 def _best(given: GivenOptions, total_steps: int | None) -> ChosenOptions:
-    """A scout and a guard; replicas differ only where somebody wants to explore."""
-    steers = given.controller not in ("auto", None)
-    explores = given.knobs is not None or bool(given.spread) or steers
-    rates = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
+    """Return a scout and a guard. Replicas explore only if the user asks for it."""
+    has_controller = given.controller not in ("auto", None)
+    explores = given.knobs is not None or bool(given.spread) or has_controller
+    has_lr = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
     return ChosenOptions(
         SPREAD if explores else 0.0,
         SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // NUM_CYCLES), 1),
-        Tracker(relative=rates and given.scout is not None) if explores else None,
-        Scout() if rates else None,
-        Guard(offload=True) if rates else None,
+        Tracker(relative=has_lr and given.scout is not None) if explores else None,
+        Scout() if has_lr else None,
+        Guard(offload=True) if has_lr else None,
     )
 
 
 def without_scout(controller: Controller | None) -> Controller | None:
-    """The same without a scout: then nobody else finds how high learning rates are."""
+    """Return the controller for a run without a scout: it tracks the learning rates themselves."""
     return replace(controller, relative=False) if isinstance(controller, Tracker) else controller

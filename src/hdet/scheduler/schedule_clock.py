@@ -1,7 +1,7 @@
-"""How the base schedule keeps time with the run. Plain Python, the same on every process.
+"""ScheduleClock: keeps the base schedule in time with the run. It needs no torch.
 
-A scout takes some of the steps that the schedule was made for. What is left of the schedule is
-played over what is left of the run, a little faster: at times it makes two steps in one.
+A scout uses steps that the schedule was made for. After it, the rest of the schedule is compressed
+into the rest of the run: some steps of the run advance the schedule by two.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ScheduleClock:
-    """Where the base schedule is, and when it is to move.
+    """Counts how far the base schedule is, and how far each step of the run advances it.
 
     >>> clock = ScheduleClock(0, total_steps=100)
     >>> clock.scouted(20)
@@ -20,35 +20,42 @@ class ScheduleClock:
     def __init__(self, base_step: int, total_steps: int | None) -> None:
         self.base_step = base_step
         self._total = total_steps
-        self._begun: tuple[int, int] | None = None
-        """The step at which a scout was over, and where the base schedule was then."""
+        self._scout_end: tuple[int, int] | None = None
+        """The step of the run and of the schedule at which the scout ended."""
 
     @property
     def has_scouted(self) -> bool:
-        return self._begun is not None
+        """Whether a scout has used steps of the run."""
+        return self._scout_end is not None
 
     def scouted(self, step: int) -> None:
-        self._begun = (step, self.base_step)
+        """Note that a scout has ended at a step of the run."""
+        self._scout_end = (step, self.base_step)
 
     def due(self, step: int) -> int:
-        """How many steps of the schedule bring it to where it is at this step of the run."""
+        """Return how many steps the schedule advances to reach this step of the run."""
         before = self.base_step
         self.base_step += 1
-        if self._begun is not None and self._total is not None and self._begun[0] < self._total:
-            since, begun = self._begun
-            self.base_step = begun + round(
-                (step - since) * (self._total - begun) / (self._total - since)
+        if (
+            self._scout_end is not None
+            and self._total is not None
+            and self._scout_end[0] < self._total
+        ):
+            since, base_since = self._scout_end
+            self.base_step = base_since + round(
+                (step - since) * (self._total - base_since) / (self._total - since)
             )
         return self.base_step - before
 
     def state_dict(self) -> dict[str, Any]:
-        begun = None if self._begun is None else list(self._begun)
-        return {"base_step": self.base_step, "scouted": begun}
+        """Return the state as plain data."""
+        scout_end = None if self._scout_end is None else list(self._scout_end)
+        return {"base_step": self.base_step, "scouted": scout_end}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of a run that knew no scout, too: there both clocks agree."""
+        """Continue from a saved state. Without a scout, schedule and run are at the same step."""
         self.base_step = state.get("base_step", state["step"])
-        begun = state.get("scouted")
-        if begun is not None and state["total_steps"] != self._total:
-            begun = [state["step"], self.base_step]  # from here on over what is left now
-        self._begun = None if begun is None else (begun[0], begun[1])
+        scout_end = state.get("scouted")
+        if scout_end is not None and state["total_steps"] != self._total:
+            scout_end = [state["step"], self.base_step]  # compress the rest anew
+        self._scout_end = None if scout_end is None else (scout_end[0], scout_end[1])

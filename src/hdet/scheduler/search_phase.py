@@ -81,7 +81,7 @@ class SearchPhase:
     def check_can_search(self, scout: Scout) -> tuple[nn.Module, int | None]:
         """The model and the steps that are left, if a scout can be made in mid-run."""
         run = self._run
-        problem = why_no_scout(run.base, run.model, run.replicas, run.settings.gradients)
+        problem = why_no_scout(run.settings, run.base, run.replicas, run.model)
         if run.one_cycle is not None:
             problem = (
                 "`scout_again()` is for hdet.HDET: the paper's controller has its own schedule"

@@ -1,4 +1,4 @@
-"""Settings: every option of a run, checked one by one."""
+"""Settings: the options of a run."""
 
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
@@ -21,7 +21,10 @@ OVERRUNS = ("hold", "extend", "raise")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a run is set to; equal on all replicas."""
+    """The options of a run, checked one by one. They are equal on all replicas.
+
+    `HDET` describes the options. `check_compatible` checks how they work together.
+    """
 
     spread: float
     sync_every: int
@@ -39,17 +42,25 @@ class Settings:
     overlap: int = 0
     compress: str | None = None
     design: str | None = None
-    """Who explores what; by default the paper's permutations for its controller."""
+    """How multipliers are assigned to replicas. None becomes the design of the controller."""
 
     def __post_init__(self) -> None:
         if self.design is None:
             object.__setattr__(self, "design", self._default_design())
+        self._check_exploration()
+        self._check_numbers_and_choices()
+        self._check_parts()
+        self._check_length()
+
+    def _check_exploration(self) -> None:
         check_choice("design", self.design, DESIGNS)
         for knob in self.knobs:
             if isinstance(knob, LearningRate) and knob.spread and self.design == "permutation":
-                # The paper's multipliers reach from 1 - spread.
+                # The paper's multipliers start at 1 - spread, which must be above 0.
                 check_range("spread", knob.spread, least=0, below=1)
         check_range("spread", self.spread, least=0, below=1)
+
+    def _check_numbers_and_choices(self) -> None:
         check_integer("sync_every", self.sync_every, at_least=1)
         check_integer("seed", self.seed, at_least=0)
         check_integer("overlap", self.overlap, at_least=0)
@@ -58,8 +69,10 @@ class Settings:
         check_choice("gradients", self.gradients, GRADIENTS)
         check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         check_choice("on_overrun", self.on_overrun, OVERRUNS)
-        is_one = hasattr(self.controller, "update") and not isinstance(self.controller, type)
-        if self.controller is not None and not is_one:
+
+    def _check_parts(self) -> None:
+        is_controller = hasattr(self.controller, "update") and not isinstance(self.controller, type)
+        if self.controller is not None and not is_controller:
             raise TypeError(
                 "`controller` must be a controller such as hdet.PaperController(), None or "
                 f"'auto', got {self.controller!r}."
@@ -70,22 +83,26 @@ class Settings:
             )
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise TypeError(f"`guard` must be hdet.Guard(), None or 'auto', got {self.guard!r}.")
-        if self.total_steps is not None:
-            check_integer("total_steps", self.total_steps, at_least=1)
-            if self.controller is not None and self.controller.warmup_steps >= self.total_steps:
-                raise ValueError(
-                    f"`warmup_steps` must be less than `total_steps` ({self.total_steps}), "
-                    f"got {self.controller.warmup_steps}."
-                )
+
+    def _check_length(self) -> None:
+        if self.total_steps is None:
+            return
+        check_integer("total_steps", self.total_steps, at_least=1)
+        if self.controller is not None and self.controller.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"`warmup_steps` must be less than `total_steps` ({self.total_steps}), "
+                f"got {self.controller.warmup_steps}."
+            )
 
     def _default_design(self) -> str:
+        """Return the paper's permutations for its controller, else an orthogonal design."""
         only_lr = all(isinstance(knob, LearningRate) for knob in self.knobs)
         paper = isinstance(self.controller, PaperController)
         return "permutation" if paper or (self.controller is None and only_lr) else "orthogonal"
 
 
 def as_plain_data(settings: Settings) -> dict[str, Any]:
-    """The settings as data that can be compared and written down."""
+    """Return the settings as plain data, for the comparison of replicas and for the record."""
     entries = {field.name: getattr(settings, field.name) for field in fields(settings)}
     controller = settings.controller
     if controller is not None:

@@ -1,4 +1,4 @@
-"""What a saved run looks like, and whether a state can be gone on from."""
+"""The state of a run as plain data, and the check that a run can continue from one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,18 +7,18 @@ from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.settings import Settings
 
 VERSION = 2
-PARTS = {"step", "base", "knobs", "cycle", "started", "closed", "held", "noise"}
+REQUIRED_KEYS = {"step", "base", "knobs", "cycle", "started", "closed", "held", "noise"}
 
 
 def length_of(settings: Settings) -> dict[str, Any]:
-    """What a run's decays are computed for; what it is set to now counts."""
+    """Return the settings that the decay of the scales depends on."""
     return {"total_steps": settings.total_steps, "sync_every": settings.sync_every}
 
 
 def saved(
     step: int, settings: Settings, base: BaseSchedule, knob_bank: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Plain data, equal on all replicas, without a replica's index or their number."""
+    """Return the state to save: plain data that does not depend on the number of replicas."""
     return {
         "hdet": VERSION,
         "step": step,
@@ -31,7 +31,11 @@ def saved(
 def adopted(
     plain: Mapping[str, Any], settings: Settings, base: BaseSchedule, knob_bank: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of a plain schedule, as that of an hdet run at its step."""
+    """Convert the state of a plain schedule into that of a run at the same step.
+
+    Raises:
+        ValueError: If it is not the state of a torch schedule.
+    """
     if "last_epoch" not in plain:
         raise ValueError(
             "`state_dict` must come from hdet or from a torch LRScheduler, "
@@ -45,10 +49,14 @@ def adopted(
 def check(
     state: Mapping[str, Any], settings: Settings, base: BaseSchedule, knobs: Sequence[str]
 ) -> None:
-    """Refuse a state of another version, schedule or set of knobs, before anything is changed."""
+    """Refuse a state of another version, schedule or set of knobs.
+
+    Raises:
+        ValueError: If the run cannot continue from the state.
+    """
     if state["hdet"] != VERSION:
         raise ValueError(f"`state_dict` must have version {VERSION}, got {state['hdet']!r}.")
-    missing = sorted(PARTS - state.keys())
+    missing = sorted(REQUIRED_KEYS - state.keys())
     if missing:
         raise ValueError(f"`state_dict` must be complete, got one without {missing[0]!r}.")
     kind = type(base.schedule).__name__

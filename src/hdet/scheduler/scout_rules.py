@@ -1,0 +1,161 @@
+"""When a scout cannot run, and when the default scout is left out.
+
+The messages end without a full stop: the caller puts them into a longer text.
+"""
+
+from hdet.lr_search.constants import MIN_LOSS_ROUND_STEPS, MIN_MEAN_SHARE
+from hdet.lr_search.plan import check_room, sweep_steps
+from hdet.scheduler.rules import Rule, Setup
+
+
+def _scout_steps(setup: Setup) -> tuple[float, int, int]:
+    """Return the scout's share, the steps of the run and the steps of one round."""
+    scout, total = setup.settings.scout, setup.settings.total_steps
+    assert scout is not None and total is not None
+    return scout.share, total, sweep_steps(scout, total, setup.num_replicas)
+
+
+def _no_room(setup: Setup) -> str:
+    """Return why one sweep does not fit into the run; empty if it fits."""
+    scout, total = setup.settings.scout, setup.settings.total_steps
+    assert scout is not None
+    try:
+        check_room(scout, num_replicas=setup.num_replicas, total_steps=total)
+    except ValueError as short:
+        return str(short).rstrip(".")
+    return ""
+
+
+def _mean_share(setup: Setup) -> float | None:
+    """Return the mean of the schedule in units of its peak; None if it is unknown."""
+    shares = setup.base.shares(setup.settings.total_steps)
+    return None if shares is None else shares.mean
+
+
+def _is_low(share: float | None) -> bool:
+    return share is not None and share < MIN_MEAN_SHARE
+
+
+def _round_is_too_short(setup: Setup) -> bool:
+    return setup.settings.probe is None and _scout_steps(setup)[2] < MIN_LOSS_ROUND_STEPS
+
+
+def _short_round(setup: Setup) -> str:
+    share, total, num = _scout_steps(setup)
+    return (
+        f"{share:.0%} of {total} steps are rounds of {num} for {setup.num_replicas} replicas, "
+        f"and training losses tell nothing in fewer than {MIN_LOSS_ROUND_STEPS}: give a `probe=`"
+    )
+
+
+SCOUT_RULES = (
+    Rule(
+        name="scout-needs-model",
+        limit="A scout needs the model.",
+        remedy="Pass `model=`.",
+        applies=lambda setup: setup.model is None,
+        message=lambda _: "`scout` needs `model=`, got None",
+    ),
+    Rule(
+        name="scout-sync-batch-norm",
+        limit="A scout does not work with `SyncBatchNorm`, which mixes the replicas' activations.",
+        remedy="Use plain `BatchNorm`, or pass `scout=None`.",
+        applies=lambda setup: setup.has_sync_batch_norm,
+        message=lambda _: (
+            "a scout cannot be used with SyncBatchNorm, which mixes what replicas compute"
+        ),
+    ),
+    Rule(
+        name="scout-plateau",
+        limit="A scout does not work with `ReduceLROnPlateau`.",
+        remedy="Use another base schedule, or pass `scout=None`.",
+        applies=lambda setup: setup.base.wants_metric,
+        message=lambda _: "a scout cannot be used under ReduceLROnPlateau",
+    ),
+    Rule(
+        name="scout-static-graph",
+        limit="A scout does not work with `DDP(static_graph=True)`, which always shares gradients.",
+        remedy="Leave `static_graph` out, or pass `scout=None`.",
+        applies=lambda setup: setup.spans_processes and setup.has_static_graph,
+        message=lambda _: "gradients cannot be local under DDP(static_graph=True)",
+    ),
+    Rule(
+        name="scout-unwrapped-model",
+        limit="A scout with shared gradients needs the model that DDP or FSDP2 wraps.",
+        remedy="Pass the wrapped model, or `gradients='local'`.",
+        applies=lambda setup: (
+            setup.spans_processes
+            and setup.settings.gradients == "shared"
+            and not (setup.is_under_ddp or setup.is_under_fsdp)
+        ),
+        message=lambda _: (
+            "`scout` must know what shares the gradients, got a model outside DDP and FSDP2: give "
+            "the wrapped one, or `gradients='local'`"
+        ),
+    ),
+)
+"""A scout cannot run under these conditions, requested or not."""
+
+DEFAULT_SCOUT_RULES = (
+    Rule(
+        name="default-scout-elastic",
+        limit="A run with `TorchftReplicas` starts without a scout.",
+        remedy="Pass a learning rate that an earlier run found.",
+        applies=lambda setup: setup.is_elastic,
+        message=lambda _: "replicas that come and go cannot wait for each other's rounds",
+    ),
+    Rule(
+        name="default-scout-one-replica",
+        limit="A run with one replica starts without a scout.",
+        remedy="Use `hdet.StackedReplicas` to train several replicas on one device.",
+        applies=lambda setup: setup.num_replicas == 1,
+        message=lambda _: (
+            "there is one replica (on one device, hdet.StackedReplicas makes several of it)"
+        ),
+    ),
+    *SCOUT_RULES,
+    Rule(
+        name="default-scout-fsdp",
+        limit="A run under FSDP2 with shared gradients starts without a scout.",
+        remedy="Pass `scout=hdet.Scout()` to request one.",
+        applies=lambda setup: (
+            setup.settings.gradients == "shared"
+            and setup.spans_processes
+            and not setup.is_under_ddp
+        ),
+        message=lambda _: "under FSDP2 it waits to be asked for: `scout=hdet.Scout()`",
+    ),
+    Rule(
+        name="default-scout-low-schedule",
+        limit="A run starts without a scout if its schedule stays far below the learning rate.",
+        remedy="Let a `LambdaLR` return factors, and divide Noam's schedule by its peak.",
+        applies=lambda setup: _is_low(_mean_share(setup)),
+        message=lambda setup: (
+            f"the schedule is at {_mean_share(setup):.2g} of the given learning rate on average, "
+            "which is not the one it is about: a LambdaLR must return factors, and Noam's be "
+            "divided by its peak"
+        ),
+    ),
+    Rule(
+        name="default-scout-unknown-length",
+        limit="A run of unknown length starts without a scout.",
+        remedy="Pass `total_steps=`.",
+        applies=lambda setup: setup.settings.total_steps is None,
+        message=lambda _: "nobody knows how long the run is: give `total_steps=`",
+    ),
+    Rule(
+        name="default-scout-no-room",
+        limit="A run that is too short for one sweep starts without a scout.",
+        remedy="Train longer, use more replicas, or raise the scout's `share`.",
+        applies=lambda setup: bool(_no_room(setup)),
+        message=_no_room,
+    ),
+    Rule(
+        name="default-scout-short-rounds",
+        limit="A run without a probe starts without a scout if its rounds are too short.",
+        remedy="Pass `probe=`.",
+        applies=_round_is_too_short,
+        message=_short_round,
+    ),
+)
+"""A scout that is not requested is left out under these conditions."""
