@@ -182,7 +182,7 @@ def test_a_record_from_before_centres_were_noted_can_be_exported(tmp_path: Path)
     record = tmp_path / "record.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     for line in lines:
-        line.pop("course", None)
+        line.pop("lr_trace", None)
     record.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = schedule_export.found(reader.read(tmp_path))
     assert found.groups["weights"].steps == [9, 19, 29, 39, 49, 59]

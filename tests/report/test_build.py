@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hdet.records.reader import History, read
+from hdet.records.history import History
+from hdet.records.reader import read
 from hdet.report import build as report
 from hdet.report.html_page import PALETTES, plotly_script
 from hdet.report.plotly import known
@@ -167,7 +168,7 @@ def test_every_knob_is_shown_with_what_it_did_to_the_loss(tmp_path: Path) -> Non
     told = read(tmp_path)
     assert "Probing" in body_of(page)
     assert all(0 < (cycle.probe_share or 0) < 1 for cycle in told.cycles)
-    assert [len(cycle.scores) for cycle in told.cycles] == [8] * 10
+    assert [len(cycle.scores or ()) for cycle in told.cycles] == [8] * 10
     for figure in map(painted, plots.values()):
         graph_objects.Figure(figure["data"], figure["layout"])
 
@@ -199,7 +200,11 @@ def test_every_search_is_drawn(tmp_path: Path) -> None:
     """Rounds of one are one; a look in mid-run is another, and hides nothing."""
     sample = Sample(cycles=6, knobs=("all",), lr=1e-3)
     first, begun = {**sample.scout(), "factor": None}, sample.scout()
-    look = {"late": True, "factor": 1.0, "why": "3.96 times it is no reason to change it"}
+    look = {
+        "mid_run": True,
+        "factor": 1.0,
+        "factor_reason": "3.96 times it is no reason to change it",
+    }
     lines = [*sample.lines(), {**begun, **look, "step": sample.sync_every * 5 + 12}]
     record = tmp_path / "record.jsonl"
     record.write_text(

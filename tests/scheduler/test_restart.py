@@ -157,7 +157,7 @@ def test_a_run_that_gets_on_has_lost_one_look(tmp_path: Path) -> None:
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
     assert not lines(tmp_path, "guard")
-    assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
+    assert "no reason" in lines(tmp_path, "scout")[-1]["factor_reason"]
 
 
 def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_one_that_is_stuck_for_another_reason_goes_on_where_it_was(tmp_path: Pat
             run.step()
     assert torch.equal(run.weights(), before)
     assert run.scheduler.get_knobs() == scale
-    assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
+    assert "no reason" in lines(tmp_path, "scout")[-1]["factor_reason"]
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-5)
 
@@ -182,7 +182,7 @@ def test_what_is_far_worse_than_the_first_weights_is_nothing_to_come_back_to(
     tmp_path: Path,
 ) -> None:
     run = Run("stacked", lr=WILD, record=tmp_path).go(4 * SYNC)
-    assert not any("no reason" in line["why"] for line in lines(tmp_path, "scout"))
+    assert not any("no reason" in line["factor_reason"] for line in lines(tmp_path, "scout"))
     assert run.loss() < 10
 
 
@@ -405,7 +405,7 @@ def test_a_scout_that_was_asked_for_is_believed_also_after_a_resume(tmp_path: Pa
     run.scheduler.load_state_dict(told)
     while run.scheduler.is_scouting:
         run.step()
-    assert "no reason" not in lines(tmp_path, "scout")[-1]["why"]
+    assert "no reason" not in lines(tmp_path, "scout")[-1]["factor_reason"]
 
 
 def ended_after_a_change(rank: int, engine: str) -> Tensor:

@@ -310,7 +310,7 @@ def test_a_schedule_that_rises_stays_below_half_of_what_was_lost(
     while run.scheduler.is_scouting:
         run.step()
     line = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
-    lost = min(filter(None, [line["edge"], line["explosion"]]))
+    lost = min(filter(None, [line["lowest_lost"], line["divergence"]]))
     assert line["factor"] * rise <= lost / 2 * 1.0001
     assert line["factor"] * rise > lost / 100
 

@@ -24,7 +24,7 @@ import hdet
 from hdet._validation import check_choice, check_integer, check_positive
 from hdet.cli.demo_data import BATCH, Digits, loss_of, network
 from hdet.cli.progress import Display, Score, Status, display_for, number
-from hdet.records.reader import FILE_NAME, History
+from hdet.records.history import FILE_NAME, History
 from hdet.replicas.factory import gloo_group
 from hdet.report import build as report
 

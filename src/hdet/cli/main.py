@@ -10,6 +10,7 @@ from hdet._version import __version__
 from hdet.cli import demo
 from hdet.cli.progress import score_table
 from hdet.records import reader, schedule_export
+from hdet.records.history import History
 from hdet.report import build as report
 
 STOPPED = 130  # what shells give a command that Ctrl-C ended
@@ -187,7 +188,7 @@ def _export(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _name_damage(told: reader.History) -> None:
+def _name_damage(told: History) -> None:
     for damage in told.damaged:
         print(f"{told.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
 

@@ -10,7 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hdet.records.reader import History, read
+from hdet.records.history import History
+from hdet.records.reader import read
 from hdet.report.figures import comparison as comparison_figures
 from hdet.report.figures import knobs as knobs_figures
 from hdet.report.figures import plot as plot_figures
@@ -82,7 +83,11 @@ def _header(who: str, history: History) -> str:
 
 def _lede(history: History) -> str:
     settings, start = history.settings, history.starts[-1] if history.starts else None
-    parts = [settings.get("optimizer"), _controller(settings), start.kind if start else None]
+    parts = [
+        settings.get("optimizer"),
+        _controller(settings),
+        start.replicas.kind if start else None,
+    ]
     if history.starts and (moment := _moment(history.starts[0].time)):
         parts.append(f"started {moment}")
     if history.resumes:
@@ -254,8 +259,8 @@ def _excluded_fact(history: History) -> tuple[str, str, str]:
 
 def _converge_fact(history: History) -> tuple[str, str, str]:
     converges = history.every_converge
-    seconds = known(converge.seconds for converge in converges)
-    sent = sum(known(converge.num_bytes for converge in converges))
+    seconds = known(event.converge.seconds for event in converges)
+    sent = sum(known(event.converge.bytes for event in converges))
     spent = duration(sum(seconds)) if seconds else "-"
     return "Converging", spent, f"{volume(sent)} in {len(converges):,} converges"
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hdet.records.reader import History
+from hdet.records.history import History
 
 NUM_COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hdet.control.regression import DecayedSlope
-from hdet.records.reader import History, KnobRecord
+from hdet.records.events import KnobEntry
+from hdet.records.history import History
 from hdet.report.figures.plot import MAX_STAYS, MOVES, Plot, blocks, centre_of, centres
 from hdet.report.plotly import (
     MANY,
@@ -61,7 +62,7 @@ def knob_axis(histories: Sequence[History], name: str, traces: Sequence[Trace]) 
 
 
 def spread_band(
-    knobs: Sequence[tuple[int, KnobRecord]], index: int, name: str, **more: Any
+    knobs: Sequence[tuple[int, KnobEntry]], index: int, name: str, **more: Any
 ) -> list[Trace]:
     """The lowest and the highest learning rate, and what lies between."""
     lrs = [known(knob.values) for _, knob in knobs]
@@ -79,7 +80,7 @@ def spread_band(
 
 
 def centre_line(
-    knobs: Sequence[tuple[int, KnobRecord]], index: int, name: str, **more: Any
+    knobs: Sequence[tuple[int, KnobEntry]], index: int, name: str, **more: Any
 ) -> Trace:
     points = [(step, centre_of(knob)) for step, knob in knobs]
     trace = curve(name, points, own_steps=True, **look(index, 2.2), **more)
@@ -87,7 +88,7 @@ def centre_line(
     return trace
 
 
-def _told(knob: KnobRecord, shown: Sequence[str]) -> str:
+def _told(knob: KnobEntry, shown: Sequence[str]) -> str:
     """What pointing at a cycle shows."""
     lrs = known(knob.values)
     lines = [f"{brief(centre_of(knob))}, spread {brief(min(lrs))} to {brief(max(lrs))}"]
@@ -100,7 +101,7 @@ def _told(knob: KnobRecord, shown: Sequence[str]) -> str:
     return "<br>".join(lines)
 
 
-def _moves(knobs: Sequence[tuple[int, KnobRecord]], decision: str) -> Trace | None:
+def _moves(knobs: Sequence[tuple[int, KnobEntry]], decision: str) -> Trace | None:
     made = [(step, knob) for step, knob in knobs if knob.decision == decision]
     if not made:
         return None

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hdet.records.reader import History, KnobRecord
+from hdet.records.events import KnobEntry
+from hdet.records.history import History
 from hdet.report.plotly import Trace, known, mean
 
 MAX_STAYS = 600
@@ -54,7 +55,7 @@ def centres(history: History, name: str) -> list[tuple[int, float]]:
     return [(step, centre) for step, centre in pairs if centre is not None]
 
 
-def centre_of(knob: KnobRecord) -> float | None:
+def centre_of(knob: KnobEntry) -> float | None:
     """What the consensus is trained with; in records from before it was noted, the mean."""
     values = known(knob.values)
     return mean(values) if knob.centre is None and values else knob.centre

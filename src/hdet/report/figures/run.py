@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hdet.records.reader import History
+from hdet.records.history import History
 from hdet.report.figures.plot import Plot, mean_loss
 from hdet.report.plotly import NUM_COLOURS, axis, curve, layout_of, look, per_replica, wrapped
 
@@ -72,9 +72,9 @@ def exclusions(history: History) -> Plot | None:
 
 
 def converge_cost(history: History) -> Plot | None:
-    converges = history.every_converge
-    seconds = [(c.step, c.seconds) for c in converges if c.seconds is not None]
-    sizes = [(c.step, c.num_bytes) for c in converges if c.num_bytes is not None]
+    costs = [(event.step, event.converge) for event in history.every_converge]
+    seconds = [(step, cost.seconds) for step, cost in costs if cost.seconds is not None]
+    sizes = [(step, cost.bytes) for step, cost in costs if cost.bytes is not None]
     if not seconds and not sizes:
         return None
     top = curve("time", seconds, **look(0, 1.6))

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hdet.records.reader import History, SearchRecord
+from hdet.records.events import SearchEvent, TriedRate
+from hdet.records.history import History
 from hdet.report.figures.plot import Plot
 from hdet.report.plotly import (
     Trace,
@@ -23,16 +24,16 @@ def scouts(history: History) -> list[Plot | None]:
     return [_scout(history, seen) for seen in history.scouts]
 
 
-def _scout(history: History, seen: SearchRecord) -> Plot | None:
+def _scout(history: History, seen: SearchEvent) -> Plot | None:
     """What a few steps came to at every learning rate that was tried."""
-    given = known(seen.peaks.values())
-    single = len(seen.peaks) == 1 and given and given[0] > 0
+    given = known(seen.reference_lrs.values())
+    single = len(seen.reference_lrs) == 1 and given and given[0] > 0
     unit = given[0] if single else 1.0
-    tried = _rates(zip(seen.factors, seen.scores, strict=True), unit)
+    tried = _rates(seen.points, unit)
     points = [(rate, score) for rate, score in tried if score is not None]
     if len(points) < 2:
         return None
-    close = [(rate, score) for rate, score in _rates(seen.close, unit) if score is not None]
+    close = [(rate, score) for rate, score in _rates(seen.refined, unit) if score is not None]
     rates, scores = [rate for rate, _ in points], [score for _, score in points]
     # The lowest has hardly moved; what is far worse than that would flatten everything else.
     low = min(score for _, score in [*points, *close])
@@ -57,14 +58,12 @@ def _scout(history: History, seen: SearchRecord) -> Plot | None:
     return Plot(title, caption, traces, layout)
 
 
-def _rates(
-    points: Iterable[tuple[float | None, float | None]], unit: float
-) -> list[tuple[float, float | None]]:
+def _rates(points: Iterable[TriedRate], unit: float) -> list[tuple[float, float | None]]:
     """The learning rates that were tried, from below."""
     tried = [
-        (rate, score)
-        for factor, score in points
-        if factor is not None and 0 < (rate := factor * unit) < math.inf
+        (rate, point.score)
+        for point in points
+        if point.factor is not None and 0 < (rate := point.factor * unit) < math.inf
     ]
     return sorted(tried, key=_first)
 
@@ -88,8 +87,8 @@ COMPARED = {
 }
 
 
-def _scouted(seen: SearchRecord, unit: float, num_above: int, lost: Sequence[float]) -> str:
-    how = COMPARED.get(seen.by, "")
+def _scouted(seen: SearchEvent, unit: float, num_above: int, lost: Sequence[float]) -> str:
+    how = COMPARED.get(seen.compared_by, "")
     told = [f"Every point is a replica that trained alone for a few steps{how}; lower is better."]
     if num_above:
         told.append(f"{num_above} of them lie above the frame.")
@@ -100,9 +99,9 @@ def _scouted(seen: SearchRecord, unit: float, num_above: int, lost: Sequence[flo
     elif seen.factor is not None:
         told.append(f"None of them was chosen: {shortened(seen.reason, 120)}.")
     if seen.factor is not None:
-        why = f": {shortened(seen.why, 120)}" if seen.why else ""
+        why = f": {shortened(seen.factor_reason, 120)}" if seen.factor_reason else ""
         begins = f"The schedule peaks at {brief(seen.factor * unit)}"
-        if seen.late:
+        if seen.mid_run:
             begins = f"From here on learning rates are {brief(seen.factor)} times what they were"
         told.append(f"{begins}{why}.")
     return " ".join(told)
