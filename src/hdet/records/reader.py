@@ -72,6 +72,7 @@ class _Reading:
     dropped: int = 0
 
     def add_line(self, line: bytes, number: int, *, is_last: bool) -> None:
+        """Add the event of a line, or list the line as damaged."""
         try:
             table = parse_json(line)
         except ValueError as error:
@@ -130,6 +131,7 @@ class _Reading:
         self.resumes = [step for step in self.resumes if step <= after]
 
     def history(self, path: Path) -> History:
+        """The history of all lines so far."""
         return History(
             path=path,
             starts=tuple(self.starts),

@@ -60,12 +60,13 @@ class JsonLines:
         return str(self.path)
 
     def write(self, event: Mapping[str, Any]) -> None:
+        """Append one line. The file is open only meanwhile."""
         text = json.dumps(event, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
     def close(self) -> None:
-        """The file is closed after every line."""
+        """Do nothing: the file is closed after each line."""
 
 
 def check_record(record: Record | None) -> tuple[RecordTarget, ...]:

@@ -89,22 +89,24 @@ HOW_COMPARED = {
 def _caption(event: SearchEvent, unit: float, num_above: int, lost: Sequence[float]) -> str:
     """What the points are, what was found, and what the run continues with."""
     how = HOW_COMPARED.get(event.compared_by, "")
-    told = [f"Every point is a replica that trained alone for a few steps{how}; lower is better."]
+    sentences = [
+        f"Every point is a replica that trained alone for a few steps{how}; lower is better."
+    ]
     if num_above:
-        told.append(f"{num_above} of them lie above the frame.")
+        sentences.append(f"{num_above} of them lie above the frame.")
     if lost:
-        told.append(f"At {brief(min(lost))} nothing finite was left.")
+        sentences.append(f"At {brief(min(lost))} nothing finite was left.")
     if event.found is not None:
-        told.append(f"Chosen: {brief(event.found * unit)}, {shortened(event.reason, 120)}.")
+        sentences.append(f"Chosen: {brief(event.found * unit)}, {shortened(event.reason, 120)}.")
     elif event.factor is not None:
-        told.append(f"None of them was chosen: {shortened(event.reason, 120)}.")
+        sentences.append(f"None of them was chosen: {shortened(event.reason, 120)}.")
     if event.factor is not None:
         why = f": {shortened(event.factor_reason, 120)}" if event.factor_reason else ""
         begins = f"The schedule peaks at {brief(event.factor * unit)}"
         if event.mid_run:
             begins = f"From here on learning rates are {brief(event.factor)} times what they were"
-        told.append(f"{begins}{why}.")
-    return " ".join(told)
+        sentences.append(f"{begins}{why}.")
+    return " ".join(sentences)
 
 
 def _first(pair: tuple[float, float | None]) -> float:
