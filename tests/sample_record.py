@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.control.assignment import spread_out
+from hdet.records.events import SCHEMA
 
 Line = dict[str, Any]
 SPREAD = 1 / 9
@@ -97,15 +98,17 @@ class Sample:
             "event": "scout",
             "time": 1.7e9,
             "step": 12,
-            "by": "held out",
+            "compared_by": "held out",
             "points": points,
-            "close": [{"factor": 2.0**p, "score": 3.4 - 0.1 * p, "error": 0.01} for p in range(3)],
+            "refined": [
+                {"factor": 2.0**p, "score": 3.4 - 0.1 * p, "error": 0.01} for p in range(3)
+            ],
             "noise": 2.5,
-            "peaks": dict.fromkeys(self.knobs, self.lr),
+            "reference_lrs": dict.fromkeys(self.knobs, self.lr),
             "found": 2.0,
             "factor": 4.0,
-            "why": "what was found, for the batch of all replicas and the schedule",
-            "edge": 41.0,
+            "factor_reason": "what was found, for the batch of all replicas and the schedule",
+            "lowest_lost": 41.0,
             "reason": self.reason or "the lowest that gains nearly as much as the best",
         }
 
@@ -172,7 +175,7 @@ def write_lines(folder: Path, lines: Iterator[Line] | Sequence[Line]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "record.jsonl").open("a", encoding="utf-8") as file:
         for line in lines:
-            file.write(json.dumps({"schema": 1, **line}) + "\n")
+            file.write(json.dumps({"schema": SCHEMA, **line}) + "\n")
     return folder
 
 

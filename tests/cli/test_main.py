@@ -29,7 +29,9 @@ def run(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("command", [[], ["demo"], ["report"], ["export"]])
-def test_help_reads_well(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_command_is_printed(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([*command, "--help"])
     assert exit_.value.code == 0
@@ -39,7 +41,7 @@ def test_help_reads_well(command: list[str], capsys: pytest.CaptureFixture[str])
     assert words.get(command[0] if command else "", "COMMAND") in " ".join(text.split())
 
 
-def test_a_wrong_call_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_exit_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ([], ["train"], ["report"], ["demo", "--engine", "magic"]):
         with pytest.raises(SystemExit) as exit_:
             cli.main(wrong)
@@ -47,7 +49,7 @@ def test_a_wrong_call_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice" in capsys.readouterr().err
 
 
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--version"])
     assert exit_.value.code == 0
@@ -55,7 +57,7 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "export"])
-def test_a_missing_record_is_said_plainly(
+def test_missing_record_is_an_error_without_traceback(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([command, str(tmp_path / "nothing")]) == 1
@@ -63,7 +65,7 @@ def test_a_missing_record_is_said_plainly(
 
 
 @pytest.mark.parametrize(("command", "extra"), [("report", "report"), ("demo", "demo")])
-def test_a_missing_extra_says_what_to_install(
+def test_missing_extra_names_what_to_install(
     command: str,
     extra: str,
     tmp_path: Path,
@@ -77,7 +79,7 @@ def test_a_missing_extra_says_what_to_install(
     assert f"pip install 'hdet[{extra}]'" in error
 
 
-def test_a_report_names_damaged_lines_and_is_written_all_the_same(
+def test_report_with_damaged_lines_names_them_and_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder = write_sample(tmp_path / "a")
@@ -91,7 +93,9 @@ def test_a_report_names_damaged_lines_and_is_written_all_the_same(
     assert (run_folder / "report.html").stat().st_size > 1e6
 
 
-def test_several_runs_make_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_several_runs_is_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         write_sample(tmp_path / name)
@@ -111,7 +115,7 @@ def test_export_writes_a_file_or_to_standard_output(
     assert capsys.readouterr().out == (folder / "schedule.json").read_text()
 
 
-def test_export_names_the_knobs_that_it_leaves_out(
+def test_export_names_the_knobs_it_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "a"
@@ -131,7 +135,7 @@ def test_export_names_the_knobs_that_it_leaves_out(
         (["--lr", "nan"], "`--lr` must be"),
     ],
 )
-def test_the_demo_refuses_what_it_cannot_do(
+def test_demo_refuses_bad_settings(
     arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -141,7 +145,7 @@ def test_the_demo_refuses_what_it_cannot_do(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_demo_resumes_only_what_is_there(
+def test_demo_refuses_to_resume_a_missing_or_other_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resume = ["demo", "--out", str(tmp_path), "--resume"]
@@ -158,7 +162,7 @@ def test_the_demo_resumes_only_what_is_there(
 
 
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
-def test_a_demo_that_is_lost_says_so_and_leaves_a_report(engine: str, tmp_path: Path) -> None:
+def test_demo_that_diverges_reports_it_and_writes_a_page(engine: str, tmp_path: Path) -> None:
     options = ["--lr", "1e30", "--steps", "120", "--replicas", "2", "--engine", engine]
     done = run("demo", *options, "--out", tmp_path, status=1)
     assert "Traceback" not in done.stderr
@@ -166,7 +170,7 @@ def test_a_demo_that_is_lost_says_so_and_leaves_a_report(engine: str, tmp_path: 
     assert (tmp_path / "report.html").exists()
 
 
-def test_the_demo_finds_what_the_plain_run_lacks(tmp_path: Path) -> None:
+def test_demo_finds_a_better_learning_rate_than_the_plain_run(tmp_path: Path) -> None:
     run("demo", "--steps", "800", "--replicas", "8", "--out", tmp_path)
     ours, plain = (reader.read(tmp_path / name) for name in ("hdet", "plain"))
     (scouted,) = ours.scouts
@@ -177,7 +181,7 @@ def test_the_demo_finds_what_the_plain_run_lacks(tmp_path: Path) -> None:
     assert not plain.scouts
 
 
-def test_an_impatient_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     command = [*HDET, "demo", "--engine", "processes", "--replicas", "2", "--out", str(tmp_path)]
     shown = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -192,7 +196,7 @@ def test_an_impatient_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
-def test_the_demo_stopped_and_resumed(engine: str, tmp_path: Path) -> None:
+def test_demo_resumes_after_ctrl_c(engine: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ["demo", "--steps", "160", "--lr", "0.03", "--replicas", "2", "--engine", engine]
     command += ["--out", str(out)]
@@ -234,7 +238,7 @@ def test_the_demo_stopped_and_resumed(engine: str, tmp_path: Path) -> None:
     assert "the run in" in run(*command, "--resume", status=1).stderr
 
 
-def test_a_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) -> None:
+def test_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     common = ["--steps", "100", "--lr", "0.03", "--out", out]
     stop_soon = subprocess.Popen(
@@ -253,7 +257,7 @@ def test_a_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:no scout")
-def test_an_earlier_demo_is_set_aside(tmp_path: Path) -> None:
+def test_files_of_an_earlier_demo_are_moved_aside(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for steps in ("10", "20"):
         assert cli.main(["demo", "--steps", steps, "--out", str(out)]) == 0
@@ -261,7 +265,7 @@ def test_an_earlier_demo_is_set_aside(tmp_path: Path) -> None:
     assert reader.read(out / "earlier-1" / "hdet").last_step == 10
 
 
-def test_a_terminal_gets_a_live_display(tmp_path: Path) -> None:
+def test_terminal_gets_a_live_display(tmp_path: Path) -> None:
     master, terminal = pty.openpty()
     command = [*HDET, "demo", "--steps", "60", "--out", str(tmp_path / "run")]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hdet.records.reader import RENAMED
+from hdet.records.codec import modernise
 
 DATA = Path(__file__).parents[1] / "data"
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
@@ -72,7 +72,7 @@ def differences(want: Any, got: Any, path: tuple[str, ...] = ()) -> Iterator[str
 def _agree(want: Any, got: Any, path: tuple[str, ...]) -> bool:
     if isinstance(want, str) and isinstance(got, str):
         exact = any(part in EXACT_TEXTS for part in path[-2:])
-        return RENAMED.get(want, want) == got or not exact
+        return want == got or not exact
     numbers = (int, float)
     if isinstance(want, bool) or not isinstance(want, numbers) or not isinstance(got, numbers):
         return type(want) is type(got) and want == got
@@ -82,7 +82,26 @@ def _agree(want: Any, got: Any, path: tuple[str, ...]) -> bool:
     return math.isclose(want, got, rel_tol=RELATIVE, abs_tol=smallest)
 
 
+def _modern(value: Any) -> Any:
+    """Lines of records in today's schema, in which a null and a missing key say the same."""
+    if isinstance(value, list):
+        return [_modern(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "schema" not in value:
+        return {key: _modern(entry) for key, entry in value.items()}
+    return _without_nulls(modernise(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+
+
 def check(want: Any, got: Any) -> None:
     """Fail with the first differences."""
-    found = list(differences(want, plain(got)))
+    found = list(differences(_modern(want), _modern(plain(got))))
     assert not found, "\n".join([f"{len(found)} numbers differ:", *found[:20]])

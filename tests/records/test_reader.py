@@ -1,4 +1,4 @@
-"""Reading a record back: whole, resumed, unfinished, damaged."""
+"""Reading a record: complete, resumed, unfinished, damaged, of an older schema."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def raw(folder: Path, *lines: str | bytes) -> Path:
     return folder
 
 
-def test_it_reads_what_the_recorder_writes(tmp_path: Path) -> None:
+def test_reader_reads_what_the_recorder_writes(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     ensemble = hdet.StackedReplicas(model, 3)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -42,18 +42,18 @@ def test_it_reads_what_the_recorder_writes(tmp_path: Path) -> None:
     scheduler.note("the end", loss=0.5, accuracy=0.25)
     told = read(tmp_path)
     assert (told.damaged, told.dropped, told.is_finished) == ((), 0, True)
-    assert (told.num_replicas, told.starts[0].kind) == (3, "StackedReplicas")
+    assert (told.num_replicas, told.starts[0].replicas.kind) == (3, "StackedReplicas")
     assert (told.starts[0].device, set(told.versions)) == ("cpu", {"hdet", "python", "torch"})
     for cycle in told.cycles:
         assert len(cycle.losses) == len(cycle.loss_errors) == len(cycle.distances) == 3
         assert all(value is not None and value > 0 for value in cycle.distances)
-        assert cycle.steps[-1] == cycle.step - 1
+        assert cycle.lr_trace.steps[-1] == cycle.step - 1
     assert told.cycles[-1].knobs[0].hypergradient_error is not None
     assert told.notes[0].text == "the end"
     assert told.measure("accuracy") == [(12, 0.25)]
 
 
-def test_a_whole_record(tmp_path: Path) -> None:
+def test_complete_record_is_read(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=10, excluded={3: 2})
     told = read(run)
     assert told.name == "a"
@@ -74,7 +74,7 @@ def test_a_whole_record(tmp_path: Path) -> None:
     assert first.decision in ("up", "down", "stay")
 
 
-def test_a_record_from_before_times_and_distances(tmp_path: Path) -> None:
+def test_early_record_without_times_and_distances_is_read(tmp_path: Path) -> None:
     start = {"event": "run", "settings": {"total_steps": None}, "versions": {}}
     told = read(write_lines(tmp_path, [start, cycle(10)]))
     assert told.damaged == ()
@@ -84,15 +84,15 @@ def test_a_record_from_before_times_and_distances(tmp_path: Path) -> None:
     assert told.cycles[0].converge.seconds is None
 
 
-def test_a_scout_is_read(tmp_path: Path) -> None:
+def test_search_is_read(tmp_path: Path) -> None:
     (told,) = read(write_sample(tmp_path, cycles=2, scouted=True)).scouts
     assert told is not None
-    assert (told.step, told.found, told.scores[-1]) == (12, 2.0, None)
-    assert told.factors[:2] == (0.01, 0.04)
-    assert told.close[0] == (1.0, 3.4)
+    assert (told.step, told.found, told.points[-1].score) == (12, 2.0, None)
+    assert [point.factor for point in told.points[:2]] == [0.01, 0.04]
+    assert (told.refined[0].factor, told.refined[0].score) == (1.0, 3.4)
 
 
-def test_what_a_resume_supersedes_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_events_that_a_resume_supersedes_are_dropped_and_counted(tmp_path: Path) -> None:
     note = {"event": "note", "step": 30, "text": "gone", "measures": {}}
     lines = [
         *({"event": "run", "settings": {}}, cycle(10), cycle(20)),
@@ -106,7 +106,7 @@ def test_what_a_resume_supersedes_is_dropped_and_counted(tmp_path: Path) -> None
     assert (told.dropped, told.resumes, len(told.starts)) == (3, (20,), 2)
 
 
-def test_a_run_resumed_twice_keeps_the_last_branch(tmp_path: Path) -> None:
+def test_run_resumed_twice_keeps_the_last_branch(tmp_path: Path) -> None:
     steps = [10, 20, 30, 40]
     lines = [cycle(step) for step in steps]
     lines += [{"event": "resume", "step": 30}, cycle(40)]
@@ -116,14 +116,14 @@ def test_a_run_resumed_twice_keeps_the_last_branch(tmp_path: Path) -> None:
     assert (told.resumes, told.dropped) == ((10,), 4)
 
 
-def test_a_run_started_over_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
+def test_run_started_over_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
     lines = [cycle(10), cycle(20), {"event": "run", "settings": {}}, cycle(10, losses=[5.0, 5.0])]
     told = read(write_lines(tmp_path, lines))
     assert [c.losses for c in told.cycles] == [(5.0, 5.0)]
     assert told.dropped == 2
 
 
-def test_a_resume_with_another_number_of_replicas(tmp_path: Path) -> None:
+def test_resume_may_change_the_number_of_replicas(tmp_path: Path) -> None:
     write_lines(tmp_path, Sample(cycles=6, total_cycles=10).lines())
     told = read(write_lines(tmp_path, Sample(cycles=10, replicas=7).lines(first=4)))
     assert [len(c.losses) for c in told.cycles] == [4] * 4 + [7] * 6
@@ -155,9 +155,7 @@ def test_a_resume_with_another_number_of_replicas(tmp_path: Path) -> None:
         ('{"event": "note", "step": 1, "measures": {"loss": "low"}}', "loss is not a number"),
     ],
 )
-def test_a_damaged_line_is_skipped_and_listed(
-    tmp_path: Path, line: str | bytes, cause: str
-) -> None:
+def test_damaged_line_is_skipped_and_listed(tmp_path: Path, line: str | bytes, cause: str) -> None:
     told = read(raw(tmp_path, json.dumps(cycle(20)), line, json.dumps(cycle(30)), ""))
     assert [c.step for c in told.cycles] == [20, 30]
     ((number, why),) = told.damaged
@@ -165,71 +163,102 @@ def test_a_damaged_line_is_skipped_and_listed(
     assert cause in why
 
 
-def test_a_half_written_last_line_says_so(tmp_path: Path) -> None:
+def test_half_written_last_line_is_named_as_such(tmp_path: Path) -> None:
     told = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))[:40]))
     assert [c.step for c in told.cycles] == [10]
     ((number, why),) = told.damaged
     assert (number, why) == (2, "half written: the last line has no end")
 
 
-def test_a_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path) -> None:
+def test_complete_last_line_without_newline_is_read(tmp_path: Path) -> None:
     told = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))))
     assert [c.step for c in told.cycles] == [10, 20]
     assert told.damaged == ()
 
 
-def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> None:
+def test_unicode_line_separator_in_a_text_does_not_end_the_line(tmp_path: Path) -> None:
     note = {"event": "note", "step": 1, "text": "a\u2028b"}
     told = read(raw(tmp_path, json.dumps(note, ensure_ascii=False), ""))
     assert told.notes[0].text == "a\u2028b"
 
 
 @pytest.mark.parametrize("number", ["null", "NaN", "Infinity", "1e999", "1" + "0" * 400])
-def test_what_is_not_finite_counts_as_missing(tmp_path: Path, number: str) -> None:
+def test_number_that_is_not_finite_counts_as_missing(tmp_path: Path, number: str) -> None:
     line = json.dumps(cycle(10)).replace("2.0", number)
     assert read(raw(tmp_path, line)).cycles[0].losses == (1.0, None)
 
 
-def test_events_and_fields_of_the_future_are_ignored(tmp_path: Path) -> None:
+def test_unknown_events_and_fields_are_ignored(tmp_path: Path) -> None:
     told = read(write_lines(tmp_path, [{"event": "eclipse"}, cycle(10, moon="full")]))
     assert len(told.cycles) == 1
     assert told.damaged == ()
 
 
-def test_a_note_on_an_earlier_step_takes_its_place(tmp_path: Path) -> None:
+def test_note_on_an_earlier_step_is_sorted_in(tmp_path: Path) -> None:
     notes = [{"event": "note", "step": step, "measures": {"loss": step}} for step in (30, 10, 20)]
     told = read(write_lines(tmp_path, notes))
     assert told.measure("loss") == [(10, 10.0), (20, 20.0), (30, 30.0)]
     assert told.last_step == 30
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    run = raw(tmp_path, '{"schema": 2, "event": "run"}')
-    with pytest.raises(ValueError, match=r"schema 2; .* reads schema 1"):
+def test_newer_schema_is_refused(tmp_path: Path) -> None:
+    run = raw(tmp_path, '{"schema": 3, "event": "run"}')
+    with pytest.raises(ValueError, match=r"schema 3; .* reads schema 2"):
         read(run)
 
 
-def test_no_record_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+def test_names_of_schema_1_are_read(tmp_path: Path) -> None:
+    knob = {"name": "all", "lrs": [0.1], "pull": 1.5, "mass": 2.0, "reach": 3.0, "narrow": 0.5}
+    course = {"steps": [8, 9], "lrs": [[0.1, 0.1]], "momenta": None}
+    lines: list[dict[str, Any]] = [
+        {"event": "run", "replicas": {"kind": "OneReplica", "size": 1}},
+        {
+            "event": "scout",
+            "step": 4,
+            "late": True,
+            "by": "probe",
+            "close": [{"factor": 1.0, "score": 2.0, "glitch": True}],
+            "peaks": {"close": 0.1},
+            "why": "known",
+            "edge": 8.0,
+            "explosion": 16.0,
+        },
+        cycle(10, knobs=[knob], course=course),
+    ]
+    told = read(write_lines(tmp_path, [{"schema": 1, **line} for line in lines]))
+    (search,) = told.scouts
+    assert told.starts[0].replicas.kind == "SingleReplica"
+    assert (search.mid_run, search.compared_by, search.factor_reason) == (True, "probe", "known")
+    assert (search.lowest_lost, search.divergence) == (8.0, 16.0)
+    assert search.refined[0].bad_batch
+    assert search.reference_lrs == {"close": 0.1}  # a group may have any name
+    entry = told.cycles[0].knobs[0]
+    assert (entry.evidence, entry.evidence_variance) == (1.5, 2.0)
+    assert (entry.max_move, entry.spread_share) == (3.0, 0.5)
+    assert told.cycles[0].lr_trace.steps == (8, 9)
+
+
+def test_missing_record_is_an_error_that_names_the_path(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no record at .*record\.jsonl"):
         read(tmp_path)
     with pytest.raises(FileNotFoundError, match="no record at"):
         read(tmp_path / "nowhere")
 
 
-def test_an_empty_record_is_a_history_of_nothing(tmp_path: Path) -> None:
+def test_empty_record_is_an_empty_history(tmp_path: Path) -> None:
     told = read(raw(tmp_path, ""))
     assert told.is_empty
     assert not told.is_finished
     assert (told.cycles, told.settings, told.num_replicas, told.last_step) == ((), {}, None, 0)
 
 
-def test_a_number_of_replicas_that_cannot_be_is_damage(tmp_path: Path) -> None:
+def test_impossible_number_of_replicas_is_damage(tmp_path: Path) -> None:
     line = json.dumps({"event": "run", "replicas": {"size": 2**50}})
     told = read(raw(tmp_path / "a", line, ""))
     assert told.damaged[0].cause.startswith("size of the replicas is too large")
 
 
-def test_runs_below_a_folder_are_named(tmp_path: Path) -> None:
+def test_error_names_the_runs_below_the_folder(tmp_path: Path) -> None:
     write_sample(tmp_path / "a")
     with pytest.raises(FileNotFoundError, match="there are runs in"):
         read(tmp_path)

@@ -69,13 +69,13 @@ def played(path: Path, steps: int, **options: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("base", ["one_cycle", "cosine"])
-def test_it_plays_what_was_found(tmp_path: Path, base: str) -> None:
+def test_replay_sets_the_learning_rates_of_the_run(tmp_path: Path, base: str) -> None:
     want = recorded(tmp_path, base=base)
     got = played(exported(tmp_path), STEPS)
     assert torch.tensor(got).allclose(torch.tensor(want), rtol=1e-9)
 
 
-def test_a_schedule_with_turns_is_played_turn_by_turn(tmp_path: Path) -> None:
+def test_schedule_with_jumps_is_replayed_step_by_step(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = optimizer_of(model)
     base = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 7)
@@ -89,7 +89,7 @@ def test_a_schedule_with_turns_is_played_turn_by_turn(tmp_path: Path) -> None:
     assert torch.tensor(got).allclose(torch.tensor(want), rtol=1e-4, atol=1e-6)
 
 
-def test_a_state_of_another_length_resumes_at_this_one(tmp_path: Path) -> None:
+def test_state_of_a_replay_with_another_length_is_loaded(tmp_path: Path) -> None:
     recorded(tmp_path)
     path = exported(tmp_path)
     short = hdet.Replay(optimizer_of(nn.Linear(2, 1)), path)
@@ -98,7 +98,7 @@ def test_a_state_of_another_length_resumes_at_this_one(tmp_path: Path) -> None:
     assert long.total_steps == 2 * STEPS
 
 
-def test_momentum_is_played_too(tmp_path: Path) -> None:
+def test_replay_sets_the_momentum(tmp_path: Path) -> None:
     recorded(tmp_path)
     ours, theirs = optimizer_of(nn.Linear(2, 1)), optimizer_of(nn.Linear(2, 1))
     replay = hdet.Replay(ours, exported(tmp_path))
@@ -111,7 +111,7 @@ def test_momentum_is_played_too(tmp_path: Path) -> None:
             scheduler.step()
 
 
-def test_it_can_be_stretched_and_shortened(tmp_path: Path) -> None:
+def test_replay_stretches_and_shortens_the_schedule(tmp_path: Path) -> None:
     want = recorded(tmp_path, base="cosine")
     path = exported(tmp_path)
     longer = played(path, 2 * STEPS - 1, total_steps=2 * STEPS - 1)
@@ -119,18 +119,18 @@ def test_it_can_be_stretched_and_shortened(tmp_path: Path) -> None:
     assert played(path, 30, total_steps=30)[-1] == pytest.approx(want[-1])
 
 
-def test_after_its_end_the_last_value_holds(tmp_path: Path) -> None:
+def test_last_value_holds_after_the_end_of_the_schedule(tmp_path: Path) -> None:
     want = recorded(tmp_path)
     assert played(exported(tmp_path), STEPS + 5)[-1] == pytest.approx(want[-1])
 
 
-def test_an_unfinished_run_is_exported_as_far_as_it_went(tmp_path: Path) -> None:
+def test_unfinished_run_is_exported_up_to_its_last_cycle(tmp_path: Path) -> None:
     recorded(tmp_path, steps=35)
     found = schedule_export.found(reader.read(tmp_path))
     assert (found.finished, found.total_steps) == (False, 30)
 
 
-def test_it_resumes(tmp_path: Path) -> None:
+def test_replay_resumes_from_its_state(tmp_path: Path) -> None:
     recorded(tmp_path)
     path = exported(tmp_path)
     want = played(path, STEPS)
@@ -149,7 +149,7 @@ def test_it_resumes(tmp_path: Path) -> None:
     assert scheduler.get_last_lr() == want[8]
 
 
-def test_other_groups_are_refused(tmp_path: Path) -> None:
+def test_replay_refuses_an_optimizer_with_other_groups(tmp_path: Path) -> None:
     recorded(tmp_path)
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"must have the parameter groups \['weights', 'biases'\]"):
@@ -170,25 +170,25 @@ def test_other_groups_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+def test_replay_refuses_a_damaged_file(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "schedule.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint):
         hdet.Replay(optimizer_of(nn.Linear(2, 1)), path)
 
 
-def test_a_record_from_before_centres_were_noted_can_be_exported(tmp_path: Path) -> None:
+def test_early_record_without_lr_trace_can_be_exported(tmp_path: Path) -> None:
     recorded(tmp_path)
     record = tmp_path / "record.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     for line in lines:
-        line.pop("course", None)
+        line.pop("lr_trace", None)
     record.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = schedule_export.found(reader.read(tmp_path))
     assert found.groups["weights"].steps == [9, 19, 29, 39, 49, 59]
 
 
-def test_a_record_without_a_cycle_has_no_schedule(tmp_path: Path) -> None:
+def test_record_without_a_cycle_has_no_schedule(tmp_path: Path) -> None:
     recorded(tmp_path, steps=5)
     with pytest.raises(ValueError, match="no cycle yet"):
         schedule_export.found(reader.read(tmp_path))

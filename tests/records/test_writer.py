@@ -1,4 +1,4 @@
-"""The record: one line per cycle, strict JSON, complete without the end of the run."""
+"""The record: one line for each cycle, strict JSON, readable before the end of the run."""
 
 import json
 import math
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.records.reader import SCHEMA
-from hdet.records.writer import Recorder
+from hdet.records.events import SCHEMA, ConvergeCost, ConvergeEvent, ResumeEvent
+from hdet.records.sinks import JsonLines
+from hdet.records.writer import Recorder, Timers
 from hdet.tensors.timing import Stopwatch
 from tests.processes import Processes
 from tests.scheduler.test_hdet import TOTAL, T, Trainer
@@ -31,7 +32,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_a_cycle_is_one_line_with_everything_in_it(processes: Processes, tmp_path: Path) -> None:
+def test_each_cycle_is_one_complete_line(processes: Processes, tmp_path: Path) -> None:
     processes(3, record, str(tmp_path))
     start, *lines = lines_of(tmp_path)
     assert start["event"] == "run"
@@ -58,7 +59,7 @@ def test_a_cycle_is_one_line_with_everything_in_it(processes: Processes, tmp_pat
     assert sum(cycles[3]["weights"]) == pytest.approx(1)
 
 
-def test_one_replica_keeps_a_record_too_and_a_nan_is_null(tmp_path: Path) -> None:
+def test_one_replica_writes_a_record_with_null_for_nan(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = hdet.OneCycleHDET(
         optimizer, 0.1, total_steps=4, sync_every=2, record=tmp_path / "a"
@@ -70,7 +71,7 @@ def test_one_replica_keeps_a_record_too_and_a_nan_is_null(tmp_path: Path) -> Non
     assert [line["losses"] for line in lines] == [[None], [1.5]]
 
 
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
+def test_resumed_run_appends_to_its_record(tmp_path: Path) -> None:
     def run(state: dict[str, Any] | None) -> dict[str, Any]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
         scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=8, sync_every=2, record=tmp_path)
@@ -86,15 +87,16 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     assert events == ["run", "cycle", "cycle", "run", "resume", "cycle", "cycle"]
 
 
-def test_a_disk_that_fails_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "run")
-    recorder.path.unlink()
-    recorder.path.parent.rmdir()
+def test_failing_disk_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "run")
+    recorder = Recorder([file])
+    file.path.unlink()
+    file.path.parent.rmdir()
     with pytest.warns(UserWarning, match="the record .* ends here"):
-        recorder.write({"event": "cycle"})
+        recorder.write(ResumeEvent(step=1))
 
 
-def test_a_line_waits_for_its_time(tmp_path: Path) -> None:
+def test_event_waits_until_its_times_are_known(tmp_path: Path) -> None:
     class Slow(Stopwatch):
         ready = False
 
@@ -102,26 +104,27 @@ def test_a_line_waits_for_its_time(tmp_path: Path) -> None:
             return 0.5 if self.ready or wait else None
 
     stopwatch = Slow(torch.device("cpu"))
-    recorder = Recorder(tmp_path)
-    recorder.write({"event": "cycle", "converge": {"bytes": 1}}, {"converge": stopwatch})
-    recorder.write({"event": "resume"})
+    recorder = Recorder([JsonLines(tmp_path)])
+    event = ConvergeEvent(step=1, converge=ConvergeCost(bytes=1))
+    recorder.write(event, Timers(converge=stopwatch))
+    recorder.write(ResumeEvent(step=1))
     assert lines_of(tmp_path) == []
     stopwatch.ready = True
     recorder.flush()
-    assert [line["event"] for line in lines_of(tmp_path)] == ["cycle", "resume"]
+    assert [line["event"] for line in lines_of(tmp_path)] == ["converge", "resume"]
     assert lines_of(tmp_path)[0]["converge"] == {"bytes": 1, "seconds": 0.5}
 
 
-def test_a_half_written_line_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_half_written_line_does_not_spoil_the_next(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_text('{"event": "cyc')
-    Recorder(tmp_path).write({"event": "resume", "step": 3})
+    Recorder([JsonLines(tmp_path)]).write(ResumeEvent(step=3))
     first, second = (tmp_path / "record.jsonl").read_text().splitlines()
     assert first == '{"event": "cyc'
     assert json.loads(second)["event"] == "resume"
 
 
 @pytest.mark.parametrize("value", [None, "abc", 10**400, torch.ones(2)])
-def test_a_note_takes_numbers(value: Any, tmp_path: Path) -> None:
+def test_note_refuses_what_is_not_a_number(value: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2, record=tmp_path)
     with pytest.raises(TypeError, match="`loss` must be a number"):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hdet.records.reader import History, read
+from hdet.records.history import History
+from hdet.records.reader import read
 from hdet.report import build as report
 from hdet.report.html_page import PALETTES, plotly_script
 from hdet.report.plotly import known
@@ -67,7 +68,7 @@ def hostile(tmp_path: Path) -> Path:
     return write_hostile(tmp_path / "<b>run<img src=x>")
 
 
-def test_a_run_shows_everything(tmp_path: Path) -> None:
+def test_page_of_a_run_has_all_sections(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", cycles=20, total_cycles=30, excluded={3: 2}))
     body = body_of(page)
     for part in ("unfinished: step 500 of 750", "2.13.0", "controller.kind", "evaluated the"):
@@ -85,7 +86,7 @@ def test_a_run_shows_everything(tmp_path: Path) -> None:
     ]
 
 
-def test_the_curves_are_those_of_the_record(tmp_path: Path) -> None:
+def test_curves_have_the_numbers_of_the_record(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=20)
     told, plots = read(run), plots_of(page_of(run))
     loss = {trace["name"]: trace for trace in plots[0]["data"]}
@@ -104,7 +105,7 @@ def test_the_curves_are_those_of_the_record(tmp_path: Path) -> None:
     )
 
 
-def test_plotly_knows_every_word_that_is_said_to_it(tmp_path: Path) -> None:
+def test_plotly_accepts_all_traces_and_layouts(tmp_path: Path) -> None:
     runs = [write_sample(tmp_path / name, cycles=8, excluded={2: 1}) for name in "ab"]
     many = write_sample(tmp_path / "many", cycles=4, replicas=9, knobs=list("abcdefghi"))
     dense = write_sample(tmp_path / "dense", cycles=400, knobs=["a"])
@@ -113,13 +114,13 @@ def test_plotly_knows_every_word_that_is_said_to_it(tmp_path: Path) -> None:
             graph_objects.Figure(painted(plot))
 
 
-def test_without_a_held_out_loss_the_thick_line_says_what_it_is(tmp_path: Path) -> None:
+def test_thick_line_is_the_mean_if_no_held_out_loss_was_noted(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", held_out=False))
     assert plots_of(page)[0]["data"][-1]["name"] == "mean of the replicas (training)"
     assert "no held-out loss of the consensus was noted" in page
 
 
-def test_a_gap_hides_no_point(tmp_path: Path) -> None:
+def test_point_between_two_gaps_gets_a_marker(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=50, excluded={10: 1, 12: 1})
     trace = plots_of(page_of(run))[0]["data"][1]
     assert trace["y"][10] is None
@@ -129,7 +130,7 @@ def test_a_gap_hides_no_point(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("lr", "kind"), [(1e-4, "log"), (2e-3, "linear")])
-def test_a_learning_rate_over_more_than_a_decade_is_on_a_log_axis(
+def test_learning_rate_over_more_than_a_decade_has_a_log_axis(
     tmp_path: Path, lr: float, kind: str
 ) -> None:
     run = write_sample(tmp_path / "a", lr=lr, best=1e-2 if kind == "log" else 3e-3, knobs=["a"])
@@ -138,7 +139,7 @@ def test_a_learning_rate_over_more_than_a_decade_is_on_a_log_axis(
     assert ("log scale" in axis["title"]["text"]) == (kind == "log")
 
 
-def test_no_axis_cuts_a_point_off(tmp_path: Path, hostile: Path) -> None:
+def test_axes_cut_off_no_point(tmp_path: Path, hostile: Path) -> None:
     for page in (page_of(hostile), page_of(write_sample(tmp_path / "a", excluded={39: 3}))):
         for plot in plots_of(page):
             low, high = plot["layout"]["xaxis"]["range"]
@@ -148,7 +149,7 @@ def test_no_axis_cuts_a_point_off(tmp_path: Path, hostile: Path) -> None:
                 assert all(bottom < y < top for trace in plot["data"] for y in trace["y"])
 
 
-def test_many_knobs_are_picked_from_a_list(tmp_path: Path) -> None:
+def test_reader_picks_one_of_many_knobs_from_a_list(tmp_path: Path) -> None:
     names = [f"layer{i}" for i in range(12)]
     page = page_of(write_sample(tmp_path / "a", knobs=names))
     assert re.findall(r"<option>(.*?)</option>", page) == names
@@ -156,7 +157,7 @@ def test_many_knobs_are_picked_from_a_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
-def test_every_knob_is_shown_with_what_it_did_to_the_loss(tmp_path: Path) -> None:
+def test_each_knob_is_shown_with_its_sensitivity(tmp_path: Path) -> None:
     steered(tmp_path).go(30)
     page = page_of(tmp_path)
     titles = titles_of(page)
@@ -167,12 +168,12 @@ def test_every_knob_is_shown_with_what_it_did_to_the_loss(tmp_path: Path) -> Non
     told = read(tmp_path)
     assert "Probing" in body_of(page)
     assert all(0 < (cycle.probe_share or 0) < 1 for cycle in told.cycles)
-    assert [len(cycle.scores) for cycle in told.cycles] == [8] * 10
+    assert [len(cycle.scores or ()) for cycle in told.cycles] == [8] * 10
     for figure in map(painted, plots.values()):
         graph_objects.Figure(figure["data"], figure["layout"])
 
 
-def test_what_a_scout_saw_is_drawn(tmp_path: Path) -> None:
+def test_scores_of_a_search_are_drawn(tmp_path: Path) -> None:
     one = write_sample(tmp_path / "a", cycles=3, knobs=("all",), scouted=True, lr=1e-3)
     page = page_of(one)
     (plot,) = [p for p in plots_of(page) if p["data"][0]["name"] == "score"]
@@ -195,11 +196,15 @@ def test_what_a_scout_saw_is_drawn(tmp_path: Path) -> None:
     graph_objects.Figure(painted({"data": plot["data"], "layout": plot["layout"]}))
 
 
-def test_every_search_is_drawn(tmp_path: Path) -> None:
+def test_each_search_has_its_own_plot(tmp_path: Path) -> None:
     """Rounds of one are one; a look in mid-run is another, and hides nothing."""
     sample = Sample(cycles=6, knobs=("all",), lr=1e-3)
     first, begun = {**sample.scout(), "factor": None}, sample.scout()
-    look = {"late": True, "factor": 1.0, "why": "3.96 times it is no reason to change it"}
+    look = {
+        "mid_run": True,
+        "factor": 1.0,
+        "factor_reason": "3.96 times it is no reason to change it",
+    }
     lines = [*sample.lines(), {**begun, **look, "step": sample.sync_every * 5 + 12}]
     record = tmp_path / "record.jsonl"
     record.write_text(
@@ -213,7 +218,7 @@ def test_every_search_is_drawn(tmp_path: Path) -> None:
     assert "From here on learning rates are 1 times what they were: 3.96 times it is no" in body
 
 
-def test_a_run_that_is_started_over_has_its_own_scout_alone(tmp_path: Path) -> None:
+def test_run_that_is_started_over_shows_only_its_own_search(tmp_path: Path) -> None:
     sample = Sample(cycles=3, knobs=("all",), scouted=True)
     lines = [*sample.lines(), *sample.lines()]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -221,13 +226,13 @@ def test_a_run_that_is_started_over_has_its_own_scout_alone(tmp_path: Path) -> N
     assert seen.step == 12
 
 
-def test_one_replica_and_no_exclusion(tmp_path: Path) -> None:
+def test_page_of_one_replica_without_exclusions(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", replicas=1, held_out=False, knobs=["all"]))
     assert "No replica was excluded." in body_of(page)
     assert [trace["name"] for trace in plots_of(page)[0]["data"]] == ["replica 0"]
 
 
-def test_an_empty_record_and_a_run_before_its_first_cycle(tmp_path: Path) -> None:
+def test_page_of_an_empty_record_and_of_a_run_before_its_first_cycle(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").touch()
     assert "This record is empty" in body_of(page_of(tmp_path))
     run = write_lines(tmp_path / "a", [Sample().start()])
@@ -236,7 +241,7 @@ def test_an_empty_record_and_a_run_before_its_first_cycle(tmp_path: Path) -> Non
     assert plots_of(page) == []
 
 
-def test_a_resumed_run_and_its_damage_are_told(tmp_path: Path) -> None:
+def test_page_names_resumes_and_damaged_lines(tmp_path: Path) -> None:
     run = write_lines(tmp_path / "a", Sample(cycles=20, total_cycles=40).lines())
     with (run / "record.jsonl").open("a") as file:
         file.write("{broken\n")
@@ -251,7 +256,7 @@ def test_a_resumed_run_and_its_damage_are_told(tmp_path: Path) -> None:
     assert "finished" in body
 
 
-def test_a_comparison_hides_no_damage(tmp_path: Path) -> None:
+def test_comparison_names_damaged_lines(tmp_path: Path) -> None:
     a, b = write_sample(tmp_path / "a", cycles=3), write_sample(tmp_path / "b", cycles=3)
     with (b / "record.jsonl").open("a") as file:
         file.write("{broken\n")
@@ -259,7 +264,7 @@ def test_a_comparison_hides_no_damage(tmp_path: Path) -> None:
     assert "b: 1 damaged line was skipped." in above
 
 
-def test_several_runs_are_laid_over_each_other(tmp_path: Path) -> None:
+def test_comparison_draws_several_runs_in_one_plot(tmp_path: Path) -> None:
     a = write_sample(tmp_path / "a")
     b = write_sample(tmp_path / "b", seed=1, held_out=False, knobs=["embedding", "head"])
     page = page_of(a, b)
@@ -277,14 +282,14 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert "1 of 2 runs noted none" in page
 
 
-def test_runs_in_folders_of_the_same_name_can_be_told_apart(tmp_path: Path) -> None:
+def test_runs_in_folders_of_the_same_name_get_different_labels(tmp_path: Path) -> None:
     paths = [tmp_path / part / "record.jsonl" for part in ("a/run", "b/run", "c")]
     histories = [History(path=path) for path in paths]
     assert report.labels(histories) == ["a/run", "b/run", "c"]
     assert report.labels([histories[2], histories[2]])[0] != report.labels([histories[2]] * 2)[1]
 
 
-def test_what_a_record_spells_is_text(hostile: Path) -> None:
+def test_texts_of_a_record_are_escaped(hostile: Path) -> None:
     page = page_of(hostile, write_sample(hostile.parent / "b"))
 
     class Tags(HTMLParser):
@@ -309,7 +314,7 @@ def test_what_a_record_spells_is_text(hostile: Path) -> None:
             assert "<b>run" not in text
 
 
-def test_a_record_with_nonsense_in_it_still_makes_a_page(
+def test_record_with_random_damage_still_makes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hdet.report.html_page.plotly_script", str)
@@ -351,7 +356,7 @@ def test_a_record_with_nonsense_in_it_still_makes_a_page(
     assert kept > 200
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+def test_page_is_one_file_without_links_to_the_network(tmp_path: Path) -> None:
     page = page_of(write_sample(tmp_path / "a", cycles=5))
     own = page.replace(plotly_script(), "")
     assert not re.search(r"https?://|url\(|@import|<link|src=", own)
@@ -361,14 +366,14 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert 'name="viewport"' in page
 
 
-def test_a_long_run_stays_a_page_that_can_be_sent(tmp_path: Path) -> None:
+def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=5000, knobs=["all"])
     page = page_of(run)
     assert len(page) - len(plotly_script()) < 4_000_000
     assert "stays are not marked; their reasons are in the record" in page
 
 
-def test_it_is_written_with_its_folder(tmp_path: Path) -> None:
+def test_write_makes_the_folder_of_the_page(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=5)
     (told,) = report.write([run], tmp_path / "new" / "report.html")
     assert told.name == "a"
@@ -377,7 +382,7 @@ def test_it_is_written_with_its_folder(tmp_path: Path) -> None:
         report.render([])
 
 
-def test_without_plotly_it_says_what_to_install(
+def test_error_without_plotly_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
@@ -394,7 +399,7 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_can_be_seen(theme: str) -> None:
+def test_colours_have_enough_contrast(theme: str) -> None:
     palette = PALETTES[theme]
 
     def contrast(name: str, ground: str) -> float:

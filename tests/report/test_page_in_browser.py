@@ -103,7 +103,7 @@ def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(folder, write_sample(folder / "a", excluded={3: 1}))
 
 
-def test_it_draws_and_asks_for_nothing(browser: Any, one_run: Path) -> None:
+def test_page_draws_its_plots_without_network_requests(browser: Any, one_run: Path) -> None:
     visit = Visit(browser, one_run)
     visit.draw_all()
     for title in ("Learning rate: blocks", "accuracy", "Excluded replicas"):
@@ -115,7 +115,7 @@ def test_it_draws_and_asks_for_nothing(browser: Any, one_run: Path) -> None:
     visit.check()
 
 
-def test_pointing_shows_values_and_reasons(browser: Any, one_run: Path) -> None:
+def test_hovering_shows_values_and_reasons(browser: Any, one_run: Path) -> None:
     visit = Visit(browser, one_run)
     told = visit.point_at(visit.plot("Loss of every replica and of the consensus"), 0.5, 0.5)
     assert "replica 3" in told
@@ -126,7 +126,7 @@ def test_pointing_shows_values_and_reasons(browser: Any, one_run: Path) -> None:
     visit.check()
 
 
-def test_the_plots_follow_the_theme(browser: Any, one_run: Path) -> None:
+def test_plots_follow_the_light_or_dark_theme(browser: Any, one_run: Path) -> None:
     from playwright.sync_api import expect
 
     visit = Visit(browser, one_run, color_scheme="light")
@@ -139,7 +139,7 @@ def test_the_plots_follow_the_theme(browser: Any, one_run: Path) -> None:
     visit.check()
 
 
-def test_a_comparison_shows_both_runs(browser: Any, tmp_path: Path) -> None:
+def test_comparison_shows_both_runs(browser: Any, tmp_path: Path) -> None:
     runs = [write_sample(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]
     visit = Visit(browser, written(tmp_path, *runs))
     for title in ("Training loss", "Learning rate: embedding", "accuracy"):
@@ -152,7 +152,7 @@ def test_a_comparison_shows_both_runs(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_runs", [1, 3])
-def test_it_fits_a_phone(browser: Any, tmp_path: Path, num_runs: int) -> None:
+def test_page_fits_a_phone(browser: Any, tmp_path: Path, num_runs: int) -> None:
     knobs = [f"transformer.layers.{i}.attention.weight" for i in range(6)]
     runs = [write_sample(tmp_path / ("long" * 20 + str(i)), knobs=knobs) for i in range(num_runs)]
     visit = Visit(browser, written(tmp_path, *runs), viewport={"width": 390, "height": 844})
@@ -165,7 +165,7 @@ def test_it_fits_a_phone(browser: Any, tmp_path: Path, num_runs: int) -> None:
     visit.check()
 
 
-def test_one_of_many_knobs_is_picked(browser: Any, tmp_path: Path) -> None:
+def test_picking_a_knob_shows_its_panel(browser: Any, tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", knobs=[f"layer{i}" for i in range(12)])
     visit = Visit(browser, written(tmp_path, run))
     assert visit.page.get_by_text("Learning rate: layer0", exact=True).is_visible()
@@ -175,7 +175,7 @@ def test_one_of_many_knobs_is_picked(browser: Any, tmp_path: Path) -> None:
     visit.check()
 
 
-def test_hostile_texts_are_only_texts(browser: Any, tmp_path: Path) -> None:
+def test_hostile_texts_run_no_script(browser: Any, tmp_path: Path) -> None:
     run = write_hostile(tmp_path / "<img src=x onerror='window.harmed=1'>", knobs=HOSTILE[:4])
     other = write_sample(tmp_path / "<b>b")
     visit = Visit(browser, written(tmp_path, run, other))

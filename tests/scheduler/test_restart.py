@@ -159,7 +159,7 @@ def test_run_with_a_falling_loss_spends_one_sweep_and_keeps_its_learning_rate(
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
     assert not lines(tmp_path, "guard")
-    assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
+    assert "no reason" in lines(tmp_path, "scout")[-1]["factor_reason"]
 
 
 def test_restart_search_without_a_better_lr_restores_weights_and_scale(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_restart_search_without_a_better_lr_restores_weights_and_scale(tmp_path:
             run.step()
     assert torch.equal(run.weights(), before)
     assert run.scheduler.get_knobs() == scale
-    assert "no reason" in lines(tmp_path, "scout")[-1]["why"]
+    assert "no reason" in lines(tmp_path, "scout")[-1]["factor_reason"]
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-5)
 
@@ -184,7 +184,7 @@ def test_run_far_worse_than_its_first_weights_does_not_keep_its_learning_rate(
     tmp_path: Path,
 ) -> None:
     run = Run("stacked", lr=WILD, record=tmp_path).go(4 * SYNC)
-    assert not any("no reason" in line["why"] for line in lines(tmp_path, "scout"))
+    assert not any("no reason" in line["factor_reason"] for line in lines(tmp_path, "scout"))
     assert run.loss() < 10
 
 
@@ -411,7 +411,7 @@ def test_requested_search_stays_requested_after_loading_an_old_state(tmp_path: P
     run.scheduler.load_state_dict(told)
     while run.scheduler.is_scouting:
         run.step()
-    assert "no reason" not in lines(tmp_path, "scout")[-1]["why"]
+    assert "no reason" not in lines(tmp_path, "scout")[-1]["factor_reason"]
 
 
 def ended_after_a_change(rank: int, engine: str) -> Tensor:

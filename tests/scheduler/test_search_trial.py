@@ -310,7 +310,7 @@ def test_peak_of_a_rising_schedule_stays_below_half_the_divergence_threshold(
     while run.scheduler.is_scouting:
         run.step()
     line = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
-    lost = min(filter(None, [line["edge"], line["explosion"]]))
+    lost = min(filter(None, [line["lowest_lost"], line["divergence"]]))
     assert line["factor"] * rise <= lost / 2 * 1.0001
     assert line["factor"] * rise > lost / 100
 

@@ -1,4 +1,4 @@
-"""What the demo learns: handwritten digits that install with pip, and a small network for them."""
+"""The data and the network of the demo: handwritten digits that install with pip."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ BATCH = 64
 
 
 class Digits:
-    """1200 images to train on, 597 to be judged by."""
+    """Handwritten digits: 1200 images to train on, and 597 held out."""
 
     def __init__(self, device: torch.device) -> None:
         from sklearn.datasets import load_digits
@@ -20,15 +20,15 @@ class Digits:
         self.y = torch.tensor(labels)[order].to(device)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step; the images are moved by up to a pixel."""
+        """The global batch of a step; its images are shifted by up to a pixel."""
         generator = torch.Generator().manual_seed(step)
         places = torch.randint(1200, (BATCH,), generator=generator)
         shifts = torch.randint(-1, 2, (2,), generator=generator).tolist()
         return self.x[places].roll(shifts, (2, 3)), self.y[places]
 
     @torch.no_grad()
-    def judge(self, model: nn.Module) -> tuple[float, float]:
-        """Loss and accuracy on the images that nobody trains on."""
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """Loss and accuracy on the held-out images."""
         was_training = model.training
         model.eval()
         logits, labels = model(self.x[1200:]), self.y[1200:]
@@ -38,7 +38,7 @@ class Digits:
 
 
 def network(device: torch.device) -> nn.Module:
-    """A small convolutional network; the same weights in every run and process."""
+    """A small convolutional network with the same weights in each run and process."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers: list[nn.Module] = []
@@ -51,4 +51,5 @@ def network(device: torch.device) -> nn.Module:
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross entropy of a batch."""
     return nn.functional.cross_entropy(model(x), y)

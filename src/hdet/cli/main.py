@@ -8,15 +8,25 @@ from pathlib import Path
 
 from hdet._version import __version__
 from hdet.cli import demo
+from hdet.cli.demo_runs import ENGINES, DemoSettings
 from hdet.cli.progress import score_table
 from hdet.records import reader, schedule_export
+from hdet.records.history import History
 from hdet.report import build as report
 
-STOPPED = 130  # what shells give a command that Ctrl-C ended
+STOPPED = 130
+"""The exit status of a command that Ctrl-C ended, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status. 0: done, 1: it could not, 2: it was called wrongly."""
+    """Run a command.
+
+    Args:
+        arguments: The words after `hdet`; by default those of the command line.
+
+    Returns:
+        The exit status: 0 done, 1 failed, 130 stopped by Ctrl-C. Wrong arguments exit with 2.
+    """
     chosen = parser().parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
@@ -30,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     top = argparse.ArgumentParser(
         prog="hdet",
         description="Replicas that find and track your learning rate inside the run itself.",
@@ -47,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    usual = demo.DemoSettings()
+    usual = DemoSettings()
     command = commands.add_parser(
         "demo",
         help="train from a bad learning rate and watch it: hdet beside the plain run",
@@ -71,7 +82,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     command.add_argument(
         "--engine",
-        choices=demo.ENGINES,
+        choices=ENGINES,
         default=usual.engine,
         help="replicas stacked on one device, or one process each (default: %(default)s)",
     )
@@ -90,22 +101,22 @@ def _demo(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
     try:
-        settings = demo.DemoSettings(
+        settings = DemoSettings(
             replicas=chosen.replicas, steps=chosen.steps, lr=chosen.lr, engine=chosen.engine
         )
     except (TypeError, ValueError) as error:
         chosen.refuse(str(error))
-    outcome = demo.run(settings, chosen.out, resume=chosen.resume)
-    stopped = outcome.step < settings.steps
-    title = f"{'stopped' if stopped else 'after'} {outcome.step} of {settings.steps} steps"
-    pairs = zip(outcome.scores, outcome.found, strict=True)
+    result = demo.run(settings, chosen.out, resume=chosen.resume)
+    stopped = result.step < settings.steps
+    title = f"{'stopped' if stopped else 'after'} {result.step} of {settings.steps} steps"
+    pairs = zip(result.scores, result.found, strict=True)
     console = Console()
     console.print(
         score_table([s._replace(lr=lr) for s, lr in pairs], "learning rate found", title=title)
     )
     console.print("learning rate found: the peak of the schedule times the scale at the end")
-    print(f"report      {outcome.page}")
-    print(f"checkpoint  {outcome.checkpoint}")
+    print(f"report      {result.page}")
+    print(f"checkpoint  {result.checkpoint}")
     if stopped:
         print("the same command with --resume goes on")
         return STOPPED
@@ -139,8 +150,8 @@ def _report(chosen: argparse.Namespace) -> int:
     first = Path(chosen.runs[0])
     beside = first if first.is_dir() else first.parent
     page = chosen.out or (beside if len(chosen.runs) == 1 else Path()) / "report.html"
-    for told in report.write(chosen.runs, page):
-        _name_damage(told)
+    for history in report.write(chosen.runs, page):
+        _print_damage(history)
     print(page)
     return 0
 
@@ -165,10 +176,10 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _export(chosen: argparse.Namespace) -> int:
-    told = reader.read(chosen.run_folder)
-    _name_damage(told)
-    found = schedule_export.found(told)
-    others = [knob for knob in told.cycles[-1].knobs if not knob.is_lr]
+    history = reader.read(chosen.run_folder)
+    _print_damage(history)
+    found = schedule_export.found(history)
+    others = [knob for knob in history.cycles[-1].knobs if not knob.is_lr]
     if others:
         ended = [
             f"{k.name} (not known)" if k.centre is None else f"{k.name} ({k.centre:.4g})"
@@ -180,19 +191,20 @@ def _export(chosen: argparse.Namespace) -> int:
     if chosen.out == "-":
         sys.stdout.write(found.to_json())
         return 0
-    out = Path(chosen.out) if chosen.out else told.path.parent / "schedule.json"
+    out = Path(chosen.out) if chosen.out else history.path.parent / "schedule.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(found.to_json(), encoding="utf-8")
     print(out)
     return 0
 
 
-def _name_damage(told: reader.History) -> None:
-    for damage in told.damaged:
-        print(f"{told.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
+def _print_damage(history: History) -> None:
+    for damage in history.damaged:
+        print(f"{history.path}: line {damage.line} skipped: {damage.cause}", file=sys.stderr)
 
 
 def _need(extra: str, *modules: str) -> None:
+    """Raise if a module is missing, with the extra that installs it."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         names = ", ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)

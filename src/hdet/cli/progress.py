@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display in a terminal, plain lines elsewhere."""
+"""The progress of the demo: a live display in a terminal, plain lines elsewhere."""
 
 import math
 import sys
@@ -7,23 +7,40 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TextIO
 
 WIDTH = 41
-"""Characters on which the learning rates of the replicas are spread out."""
+"""The width in characters of the line that shows the learning rates of the replicas."""
 
 
 class Score(NamedTuple):
-    """How one of the runs stands."""
+    """The last measurements of a run.
+
+    Attributes:
+        name: The name of the run.
+        training_loss: The mean loss of the last step.
+        loss: The loss of the consensus on held-out data.
+        accuracy: The accuracy of the consensus on held-out data.
+        lr: The learning rate in the centre of the spread.
+    """
 
     name: str
     training_loss: float | None = None
     loss: float | None = None
-    """On held-out data, of the consensus."""
     accuracy: float | None = None
     lr: float = 0.0
-    """In the centre of the spread."""
 
 
 class Status(NamedTuple):
-    """Where the runs are."""
+    """The state of both runs after a step.
+
+    Attributes:
+        step: The number of steps that are done.
+        total: The number of steps of the run.
+        cycle: The number of cycles that are done.
+        sync_every: The length of a cycle.
+        phase: What the replicas do: `scouting` or `training`.
+        replica_lrs: The learning rate of each replica.
+        scores: The last measurements of each run.
+        remark: What the search found; empty before that.
+    """
 
     step: int
     total: int
@@ -33,36 +50,38 @@ class Status(NamedTuple):
     replica_lrs: list[float]
     scores: list[Score]
     remark: str = ""
-    """What a person should know of what was before."""
 
     @property
     def step_of_cycle(self) -> int:
+        """The steps that are done in the present cycle."""
         return (self.step - 1) % self.sync_every + 1 if self.step else 0
 
 
 class Display(Protocol):
-    """Shows a status; `milestone` says whether it is worth a line of its own."""
+    """Shows the progress of the demo."""
 
     def __enter__(self) -> "Display": ...
 
     def __exit__(self, *error: Any) -> None: ...
 
-    def show(self, status: Status, *, milestone: bool) -> None: ...
+    def show(self, status: Status, *, milestone: bool) -> None:
+        """Show a status. Only a milestone gets a line where lines cannot be drawn over."""
 
 
 def display_for(out: TextIO | None = None) -> Display:
-    """The live display if somebody sits at a terminal, plain lines otherwise."""
+    """The live display in a terminal, plain lines otherwise."""
     out = out or sys.stdout
     return Live() if out.isatty() else Lines(out)
 
 
 class RemainingTime:
-    """How long is left, from the pace since the start."""
+    """Estimates the time that is left, from the time per step so far."""
 
     def __init__(self) -> None:
         self._start: tuple[float, int] | None = None
 
     def left(self, status: Status) -> float | None:
+        """The seconds that are left; none before the first step."""
         if self._start is None:
             self._start = (time.monotonic(), status.step)
         began, first = self._start
@@ -73,7 +92,7 @@ class RemainingTime:
 
 
 class Lines:
-    """One line for every milestone, for logs and pipes."""
+    """One line for each milestone, for logs and pipes."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -104,7 +123,7 @@ class Lines:
 
 
 class Live:
-    """A panel that is drawn over itself, with rich."""
+    """A panel that is redrawn in place, with rich."""
 
     def __init__(self) -> None:
         from rich.live import Live as RichLive
@@ -124,7 +143,7 @@ class Live:
 
 
 def panel(status: Status, left: float | None) -> Any:
-    """The live display as something that rich can print."""
+    """The live display, as an object that rich prints."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -147,7 +166,7 @@ def panel(status: Status, left: float | None) -> Any:
 
 
 def score_table(scores: Sequence[Score], lr_title: str, **look: Any) -> Any:
-    """One row for every run, as something that rich can print."""
+    """A table with one row for each run, as an object that rich prints."""
     from rich.table import Table
 
     table = Table(**look)
@@ -159,7 +178,7 @@ def score_table(scores: Sequence[Score], lr_title: str, **look: Any) -> Any:
 
 
 def spread_line(lrs: list[float]) -> list[Any]:
-    """The learning rate of every replica at its place between the lowest and the highest."""
+    """A line with each replica at the place of its learning rate, from lowest to highest."""
     low, high = min(lrs), max(lrs)
     far = low > 0 and high > 10 * low
     places = [" "] * WIDTH
@@ -174,7 +193,7 @@ def spread_line(lrs: list[float]) -> list[Any]:
 
 
 def number(value: float | None) -> str:
-    """Short enough for a table.
+    """A number that is short enough for a table.
 
     >>> number(0.03), number(None), number(1.5e-5), number(1e30)
     ('0.0300', '-', '1.50e-05', '1.00e+30')
@@ -185,7 +204,7 @@ def number(value: float | None) -> str:
 
 
 def remaining(seconds: float | None) -> str:
-    """Time left, for people.
+    """The time that is left, as text.
 
     >>> remaining(75), remaining(None)
     ('1:15 left', 'estimating')

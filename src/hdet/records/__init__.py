@@ -1,1 +1,1 @@
-"""What happened in a run, as files: written, read back, exported, played back."""
+"""What happened in a run, as files: events, sinks, the reader, exported schedules, replay."""

@@ -1,129 +1,347 @@
-"""The events of a record: what each line says."""
+"""The schema of a record: one class for each event, used by the writer and by the reader.
 
-import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import Any
+Plain Python, no torch. The scheduler builds events from named values. The names of the fields are
+the keys of the JSON lines, and `codec` converts in both directions. A field that is renamed gets an
+entry in `codec.RENAMED`, so that old records can still be read.
+"""
 
-from hdet.control.controller import Move
-from hdet.control.knob_bank import CycleMoves
-from hdet.control.knob_state import KnobState
-from hdet.control.regression import Slope
-from hdet.control.replica_health import ReplicaHealth
-from hdet.lr_search.estimator import Estimate
-from hdet.scheduler.search_trial import SearchTrial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+SCHEMA = 2
+"""The version of the schema. A change of the name or the meaning of a field raises it."""
 
-def search_event(
-    step: int, trial: SearchTrial, peaks: Mapping[str, float], begin: Estimate | None
-) -> dict[str, Any]:
-    """What the record says of a round, and of what the run begins with if it was the last."""
-    search = trial.search
-    return {
-        "event": "scout",
-        "step": step,
-        "late": trial.late,
-        "by": trial.by,
-        "points": [point._asdict() for point in search.points],
-        "close": [point._asdict() for point in search.refined_observations],
-        "noise": search.noise,
-        "peaks": dict(peaks),
-        "found": search.found,
-        "factor": None if begin is None else begin.factor,
-        "why": "" if begin is None else begin.why,
-        "edge": search.lowest_lost,
-        "explosion": search.divergence,
-        "reason": search.reason,
-    }
+Numbers = tuple[float | None, ...]
+"""One number for each replica; none where a replica has none."""
+
+Rows = tuple[tuple[float, ...], ...]
+"""A table of finite numbers."""
+
+OMITTED: dict[str, bool] = {"omit": True}
+"""Marks a field that a line leaves out where it does not apply, instead of writing null."""
 
 
-def converge_event(step: int, verdict: ReplicaHealth, num_bytes: int) -> dict[str, Any]:
-    """What a converge did."""
-    return {
-        "event": "converge",
-        "step": step,
-        "excluded": [{"replica": r, "reason": why} for r, why in verdict.excluded.items()],
-        "converge": {"bytes": num_bytes},
-    }
+# Parts of events -----------------------------------------------------------------------------
 
 
-def guard_event(step: int, reason: str, back_to: int, factor: float | None) -> dict[str, Any]:
-    """Why a run was taken back, to which step, and what its scale was multiplied by."""
-    return {
-        "event": "guard",
-        "step": step,
-        "reason": reason,
-        "back_to": back_to,
-        "factor": factor,
-    }
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaInfo:
+    """The engine that holds the replicas.
 
-
-def cycle_event(
-    cycle: int,
-    names: Sequence[str],
-    losses: Sequence[float | None],
-    errors: Sequence[float | None],
-    distances: Sequence[float | None],
-    scores: Sequence[Sequence[float]] | None,
-    steered: CycleMoves,
-    ran_with: Sequence[float],
-    knobs: Sequence[KnobState],
-    used: Sequence[tuple[float, Sequence[float]]],
-    course: dict[str, Any],
-) -> dict[str, Any]:
-    """What a cycle showed and what came of it. `lrs` are those of its last step; `used` has the
-    centre of every knob and where each replica stood.
-
-    Learning rates have one entry for every parameter group, whatever knob moves them.
+    Attributes:
+        kind: The name of its class.
+        size: The number of replicas.
     """
-    rates: dict[int, dict[str, Any]] = {}
-    others = []
-    rows = zip(knobs, steered.moves, steered.slopes, used, strict=True)
-    for knob, move, slope, (centre, values) in rows:
-        told = _knob_entry(knob, move, slope)
-        for group, base in enumerate(ran_with):
-            if group in knob.info.groups:
-                own = {"lrs": [base * factor for factor in values], "centre": base * centre}
-                rates[group] = {"name": names[group], **own, **told}
-        if not knob.info.groups:
-            others.append({"name": knob.name, "values": values, "centre": centre, **told})
-    for group, lr in enumerate(ran_with):
-        still = {"decision": "stay", "reason": "not explored"}
-        lrs = [lr] * len(losses)
-        rest = {"lrs": lrs, "centre": lr, "scale": 1.0, **still}
-        rates.setdefault(group, {"name": names[group], **rest})
-    return {
-        "event": "cycle",
-        "cycle": cycle,
-        "losses": losses,
-        "loss_errors": errors,
-        "weights": steered.weights,
-        "distances": distances,
-        "scores": None if scores is None else [fmean(each) if each else None for each in scores],
-        "course": course,
-        "knobs": [*(rates[group] for group in sorted(rates)), *others],
-    }
+
+    kind: str = ""
+    size: int | None = None
 
 
-def _knob_entry(knob: KnobState, move: Move, slope: Slope | None) -> dict[str, Any]:
-    return {
-        "space": knob.info.space.kind,
-        **move.state._asdict(),
-        "hypergradient": move.hypergradient,
-        "hypergradient_error": move.error,
-        "slope": None if slope is None else slope.slope,
-        "slope_error": None if slope is None else slope.error,
-        "decision": move.decision,
-        "reason": move.reason,
-    }
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExcludedReplica:
+    """A replica that was left out of an average.
+
+    Attributes:
+        replica: Its index.
+        reason: Why it was left out.
+    """
+
+    replica: int
+    reason: str = ""
+
+    @classmethod
+    def from_reasons(cls, reasons: Mapping[int, str]) -> "tuple[ExcludedReplica, ...]":
+        """One entry for each replica in a mapping from index to reason."""
+        return tuple(cls(replica=replica, reason=reason) for replica, reason in reasons.items())
 
 
-def as_json(value: Any) -> Any:
-    """What strict JSON can say; a number that is not finite becomes null."""
-    if isinstance(value, dict):
-        return {str(key): as_json(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvergeCost:
+    """What an average cost.
+
+    Attributes:
+        bytes: The bytes that one replica sent.
+        seconds: The time it took on the device.
+    """
+
+    bytes: float | None = None
+    seconds: float | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """The time that a part of a cycle took, in seconds on the device."""
+
+    seconds: float | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRTracePoints:
+    """The learning rates inside a cycle, at the steps that are needed to draw them.
+
+    Attributes:
+        steps: The steps, counted from 0.
+        lrs: For each learning rate, the centre of the spread at those steps.
+        momenta: For each learning rate, the momentum at those steps; none if the base schedule does
+            not cycle it.
+    """
+
+    steps: tuple[int, ...] = ()
+    lrs: Rows = ()
+    momenta: Rows | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnobEntry:
+    """One knob in one cycle: the values of the replicas, and the decision of the controller.
+
+    A line has the values of a learning rate under the key `lrs`, and those of any other knob under
+    the key `values`.
+
+    Attributes:
+        name: The name of the knob; for a learning rate that of its parameter group.
+        values: The value of each replica, in the last step of the cycle.
+        is_lr: Whether the knob is a learning rate.
+        centre: The centre of the spread in that step.
+        space: The space of the knob: `log`, `logit` or `linear`.
+        scale: The centre after the decision, in units of the base schedule for a learning rate.
+        velocity: The running mean of the hypergradient.
+        decay: The share of the scale that is lost at each cycle.
+        floor: The lowest scale that is allowed.
+        evidence: The evidence of all cycles, in standard errors; old cycles fade.
+        evidence_variance: The variance that the evidence would have without an effect.
+        max_move: How far the next move may go, in units of the spread; 0 before the first.
+        spread_share: The share of the spread that is in use.
+        hypergradient: The pull of the losses: above zero toward higher values.
+        hypergradient_error: Its standard error, where it is known.
+        slope: d score / d position from the joint fit of the cycle.
+        slope_error: The standard error of the slope.
+        decision: `up`, `down`, `stay` or `abstain`.
+        reason: Why.
+    """
+
+    name: str
+    values: Numbers
+    is_lr: bool = False
+    centre: float | None = None
+    space: str | None = field(default=None, metadata=OMITTED)
+    scale: float | None = None
+    velocity: float | None = field(default=None, metadata=OMITTED)
+    decay: float | None = field(default=None, metadata=OMITTED)
+    floor: float | None = field(default=None, metadata=OMITTED)
+    evidence: float | None = field(default=None, metadata=OMITTED)
+    evidence_variance: float | None = field(default=None, metadata=OMITTED)
+    max_move: float | None = field(default=None, metadata=OMITTED)
+    spread_share: float | None = field(default=None, metadata=OMITTED)
+    hypergradient: float | None = None
+    hypergradient_error: float | None = None
+    slope: float | None = None
+    slope_error: float | None = None
+    decision: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriedRate:
+    """A learning rate that a search tried.
+
+    Attributes:
+        factor: The learning rate, in units of the reference.
+        score: What it came to; lower is better, none if it is not finite.
+        error: The standard error of the score against the others.
+        bad_batch: Whether a bad batch may have spoiled it, and not the learning rate.
+    """
+
+    factor: float | None = None
+    score: float | None = None
+    error: float | None = None
+    bad_batch: bool = False
+
+
+# Events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A line of a record.
+
+    Attributes:
+        time: When it was written, in seconds since 1970.
+    """
+
+    kind: ClassVar[str]
+    """The name of the event in a line."""
+    time: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEvent(Event):
+    """A start of the run: the first, or one that a resume follows.
+
+    Attributes:
+        settings: All options of the run, as plain data.
+        replicas: The engine and the number of replicas.
+        device: The device of the parameters.
+        versions: The versions of hdet, Python and torch.
+    """
+
+    kind: ClassVar[str] = "run"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    replicas: ReplicaInfo = ReplicaInfo()
+    device: str | None = None
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeEvent(Event):
+    """The run continues from a saved state.
+
+    Attributes:
+        step: The step of that state. Events after it are superseded.
+    """
+
+    kind: ClassVar[str] = "resume"
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvergeEvent(Event):
+    """The replicas were averaged, on demand between the ends of cycles.
+
+    Attributes:
+        step: The step after which it happened.
+        excluded: The replicas that were left out.
+        converge: The cost.
+    """
+
+    kind: ClassVar[str] = "converge"
+    step: int
+    excluded: tuple[ExcludedReplica, ...] = ()
+    converge: ConvergeCost = ConvergeCost()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CycleEvent(ConvergeEvent):
+    """The end of a cycle: an average, and what the cycle showed.
+
+    Attributes:
+        cycle: The number of the cycle, counted from 0.
+        losses: The mean training loss of each replica.
+        loss_errors: Their standard errors.
+        weights: How much each replica counted for the controller; none if it does not weigh.
+        distances: How far each replica was from the average, relative to the weights.
+        scores: The score of each replica in the probe, lower is better; none without a probe.
+        lr_trace: The learning rates inside the cycle.
+        knobs: One entry for each parameter group, then one for each other knob.
+        training: The time of the training steps; only with a probe.
+        probe: The time of the probe; only with a probe.
+    """
+
+    kind: ClassVar[str] = "cycle"
+    cycle: int
+    losses: Numbers
+    loss_errors: Numbers = ()
+    weights: Numbers | None = None
+    distances: Numbers = ()
+    scores: Numbers | None = None
+    lr_trace: LRTracePoints = LRTracePoints()
+    knobs: tuple[KnobEntry, ...]
+    training: Timing | None = field(default=None, metadata=OMITTED)
+    probe: Timing | None = field(default=None, metadata=OMITTED)
+
+    @property
+    def probe_share(self) -> float | None:
+        """The share of the cycle's time that the probe took."""
+        probe = None if self.probe is None else self.probe.seconds
+        training = None if self.training is None else self.training.seconds
+        if probe is None or training is None or probe + training <= 0:
+            return None
+        return probe / (probe + training)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchEvent(Event):
+    """What a learning-rate search observed up to the end of a round, and what it found.
+
+    Attributes:
+        step: The step at the end of the round.
+        mid_run: Whether the search began in mid-run, around the learning rate of that moment.
+        compared_by: What replicas are compared by: `probe`, `held out` or `losses`.
+        points: The learning rates of the first rounds.
+        refined: The learning rates around the first choice, from longer rounds.
+        noise: The gradient noise, relative to the gradient.
+        reference_lrs: For each parameter group the learning rate that a factor of 1 stands for.
+        found: The factor that was found, for the batch of one replica.
+        factor: The factor that the run continues with; none before the last round.
+        factor_reason: Why it continues with that factor.
+        lowest_lost: The lowest factor whose score was not finite.
+        divergence: The lowest factor from which the loss diverges.
+        reason: Why that factor was found.
+    """
+
+    kind: ClassVar[str] = "scout"
+    step: int
+    mid_run: bool = False
+    compared_by: str = ""
+    points: tuple[TriedRate, ...] = ()
+    refined: tuple[TriedRate, ...] = ()
+    noise: float | None = None
+    reference_lrs: Mapping[str, float | None] = field(default_factory=dict)
+    found: float | None = None
+    factor: float | None = None
+    factor_reason: str = ""
+    lowest_lost: float | None = None
+    divergence: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardEvent(Event):
+    """The guard restored earlier weights, or changed the learning rates.
+
+    Attributes:
+        step: The step at which it acted.
+        reason: Why.
+        back_to: The step of the weights that were restored; `step` itself if none were.
+        factor: What the learning rates were multiplied by, if they were.
+        scales: The centre of each knob after it, where weights were restored.
+    """
+
+    kind: ClassVar[str] = "guard"
+    step: int
+    reason: str = ""
+    back_to: int
+    factor: float | None = None
+    scales: Mapping[str, float | None] | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoteEvent(Event):
+    """A remark or a measurement of the user.
+
+    Attributes:
+        step: The step it belongs to.
+        text: The remark.
+        measures: The measured values by name. `loss` is the held-out loss of the consensus.
+    """
+
+    kind: ClassVar[str] = "note"
+    step: int
+    text: str = ""
+    measures: Mapping[str, float | None] = field(default_factory=dict)
+
+
+EVENTS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        RunEvent,
+        ResumeEvent,
+        CycleEvent,
+        ConvergeEvent,
+        SearchEvent,
+        GuardEvent,
+        NoteEvent,
+    )
+}
+"""The class of each event, by its name in a line."""

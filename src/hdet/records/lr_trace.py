@@ -1,47 +1,53 @@
-"""The learning rates of a cycle at some of its steps: enough to draw its course again.
+"""The learning rates of a cycle, at the few steps that are needed to draw them.
 
-Plain Python, no torch. A step is kept where a straight line between its neighbours would miss it:
-few in a cycle of a smooth schedule, every turn of one that has turns.
+Plain Python, no torch. A step is kept where a straight line between its neighbours would miss it.
+A smooth schedule keeps few steps of a cycle; one with jumps keeps each jump.
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+from hdet.records.events import LRTracePoints
 
 TOLERANCE = 1e-6
-"""How far a line may miss a value, in units of the largest of the cycle."""
+"""How far a line may miss a value, in units of the largest value of the cycle."""
 
 
 class LRTrace:
-    """What the consensus was trained with, step by step, since the last cycle ended."""
+    """The learning rates and momenta of the consensus, step by step, since the last cycle ended."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
+        """Forget all steps: a new cycle begins."""
         self._steps: list[int] = []
         self._lrs: list[list[float]] = []
         self._momenta: list[Sequence[float] | None] = []
 
     def add(self, step: int, lrs: Sequence[float], momenta: Sequence[float] | None) -> None:
-        """The learning rate and momentum of each knob in a step, counted from 0."""
+        """Add a step.
+
+        Args:
+            step: Its number, counted from 0.
+            lrs: The learning rate of each parameter group.
+            momenta: The momentum of each group; none if the schedule does not cycle it.
+        """
         self._steps.append(step)
         self._lrs.append(list(lrs))
         self._momenta.append(momenta)
 
-    def points(self) -> dict[str, Any]:
-        """The steps that were kept, and for each knob its values there."""
+    def points(self) -> LRTracePoints:
+        """The steps that are kept, with the values of each parameter group."""
         places = self._places()
-        cycled = [self._momenta[i] for i in places]
-        return {
-            "steps": [self._steps[i] for i in places],
-            "lrs": [list(column) for column in zip(*(self._lrs[i] for i in places), strict=True)],
-            "momenta": None
-            if any(momenta is None for momenta in cycled)
-            else [list(column) for column in zip(*cycled, strict=True)],
-        }
+        momenta = [row for i in places if (row := self._momenta[i]) is not None]
+        return LRTracePoints(
+            steps=tuple(self._steps[i] for i in places),
+            lrs=tuple(zip(*(self._lrs[i] for i in places), strict=True)),
+            momenta=tuple(zip(*momenta, strict=True)) if len(momenta) == len(places) else None,
+        )
 
     def _places(self) -> list[int]:
-        """The ends, and by halves whatever a line between two that are kept would miss."""
+        """The first and the last step, and each step that the lines between kept steps miss."""
         rows = [
             [*lrs, *(momenta or ())] for lrs, momenta in zip(self._lrs, self._momenta, strict=True)
         ]
@@ -61,7 +67,7 @@ class LRTrace:
 def _most_missed(
     rows: Sequence[Sequence[float]], limits: Sequence[float], left: int, right: int
 ) -> int | None:
-    """The place between two that a line between them misses by most, if by too much."""
+    """The place between two others that the line between them misses most, if by too much."""
     most, place = 1.0, None
     for between in range(left + 1, right):
         share = (between - left) / (right - left)

@@ -1,18 +1,20 @@
 """The schedule that a run found: from its history to JSON, and back to a value for any step.
 
 Plain Python, no torch. A schedule is a few points for each parameter group, with straight lines
-between them; where the learning rate jumped at the end of a cycle, two points lie side by side.
+between them. A jump at the end of a cycle is two points at neighbouring steps.
 """
 
 import bisect
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hdet.records.reader import CycleRecord, History
+from hdet.records.events import CycleEvent
+from hdet.records.history import History
 
 FORMAT = "hdet schedule"
 VERSION = 1
@@ -20,7 +22,13 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSchedule:
-    """What one parameter group was trained with."""
+    """The schedule of one parameter group.
+
+    Attributes:
+        steps: Steps, counted from 0, in ascending order.
+        lrs: The learning rate at each of them.
+        momenta: The momentum at each of them; none if the schedule did not cycle it.
+    """
 
     steps: list[int]
     lrs: list[float]
@@ -29,7 +37,14 @@ class GroupSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundSchedule:
-    """Steps count from 0: `lrs` at 0 is what the first optimizer step uses."""
+    """The learning rates that a run found. The first optimizer step uses those of step 0.
+
+    Attributes:
+        groups: The schedule of each parameter group, by name.
+        total_steps: The length of the schedule.
+        finished: Whether the run reached its end.
+        run: The name of the run.
+    """
 
     groups: dict[str, GroupSchedule]
     total_steps: int
@@ -37,11 +52,16 @@ class FoundSchedule:
     run: str = ""
 
     def to_json(self) -> str:
+        """The text of the file that `load` reads."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
 
 def found(history: History) -> FoundSchedule:
-    """The learning rates of the consensus, as the record tells them."""
+    """The learning rates of the consensus, from the record of a run.
+
+    Raises:
+        ValueError: The record has no cycle, or no learning rate.
+    """
     if not history.cycles:
         raise ValueError(f"{history.path} holds no cycle yet: there is no schedule to export")
     names = history.rate_names
@@ -60,7 +80,12 @@ def found(history: History) -> FoundSchedule:
 
 
 def load(path: str | Path) -> FoundSchedule:
-    """A schedule that was exported before."""
+    """Read a schedule that `hdet export` wrote.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file does not hold a complete schedule of a known version.
+    """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -88,8 +113,8 @@ def load(path: str | Path) -> FoundSchedule:
     )
 
 
-def at(steps: list[int], values: list[float], place: float) -> float:
-    """The value at a step, or between two.
+def at(steps: Sequence[int], values: Sequence[float], place: float) -> float:
+    """The value at a step, interpolated between two points.
 
     >>> at([0, 10], [1.0, 2.0], 5), at([0, 10], [1.0, 2.0], 99)
     (1.5, 2.0)
@@ -104,15 +129,16 @@ def at(steps: list[int], values: list[float], place: float) -> float:
     return values[left] if share == 0 else values[left] + share * (values[right] - values[left])
 
 
-def _courses(cycle: CycleRecord) -> dict[str, dict[int, tuple[float, float | None]]]:
-    """For each knob of a cycle: step -> learning rate and momentum."""
+def _courses(cycle: CycleEvent) -> dict[str, dict[int, tuple[float, float | None]]]:
+    """For each learning rate of a cycle: its value and its momentum, by step."""
     courses = {}
     for index, knob in enumerate(knob for knob in cycle.knobs if knob.is_lr):
-        if cycle.steps and index < len(cycle.centres):
-            momenta = cycle.momenta[index] if cycle.momenta else [None] * len(cycle.steps)
-            rows = zip(cycle.steps, cycle.centres[index], momenta, strict=True)
+        trace = cycle.lr_trace
+        if trace.steps and index < len(trace.lrs):
+            momenta = trace.momenta[index] if trace.momenta else [None] * len(trace.steps)
+            rows = zip(trace.steps, trace.lrs[index], momenta, strict=True)
             courses[knob.name] = {step: (lr, momentum) for step, lr, momentum in rows}
-        else:  # a record from before centres were noted: what its last step was run with
+        else:  # early records have no trace: the last step of the cycle has to do
             lrs = [lr for lr in knob.values if lr is not None]
             if lrs:
                 courses[knob.name] = {cycle.step - 1: (fmean(lrs), None)}

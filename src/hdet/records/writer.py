@@ -1,86 +1,127 @@
-"""The record of a run: one JSON line for its settings, then one for every cycle.
+"""Writes the events of a run to its sinks, in order, as soon as their times are known."""
 
-`SCHEMA` changes when a field changes its meaning. A line is complete in itself and is written at
-once, so that an unfinished run leaves a record that can be read.
-"""
-
-import json
-import os
 import platform
 import time
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from hdet._version import __version__
-from hdet.records.events import as_json
-from hdet.records.reader import FILE_NAME, SCHEMA
+from hdet.records.codec import as_line
+from hdet.records.events import Event, Timing
+from hdet.records.sinks import Record, Sink, check_record, open_sink
 from hdet.tensors.timing import Stopwatch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timers:
+    """The stopwatches of the parts of an event, each under the field that gets its seconds."""
+
+    converge: Stopwatch | None = None
+    training: Stopwatch | None = None
+    probe: Stopwatch | None = None
+
+    def running(self) -> Iterator[tuple[str, Stopwatch]]:
+        """The parts that are timed, and their stopwatches."""
+        for field in fields(self):
+            stopwatch = getattr(self, field.name)
+            if stopwatch is not None:
+                yield field.name, stopwatch
+
+
 class Recorder:
-    """Appends lines to RUN/record.jsonl. A disk that fails ends the record, not the run."""
+    """Writes events to sinks. A sink that fails ends with a warning, and the run goes on.
 
-    def __init__(self, run: str | Path) -> None:
-        self.path = Path(run) / FILE_NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:  # a path that cannot be written is an error now
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # what a kill left half written must not spoil the next
-                    file.write(b"\n")
-        self._failed = False
-        self._waiting: deque[tuple[dict[str, Any], Mapping[str, Stopwatch]]] = deque()
+    Args:
+        sinks: The sinks, in the order in which each event is written to them.
+    """
 
-    def start(self, settings: dict[str, Any], replicas: dict[str, Any], device: str) -> None:
-        versions = {
-            "hdet": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        }
-        self.write(
-            {
-                "event": "run",
-                "settings": settings,
-                "replicas": replicas,
-                "device": device,
-                "versions": versions,
-            }
-        )
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = list(sinks)
+        self._waiting: deque[tuple[Event, Timers]] = deque()
+        # Sinks must end with the run, also where the interpreter exits first.
+        self._close = weakref.finalize(self, _close_all, self._sinks)
 
-    def write(
-        self,
-        line: dict[str, Any],
-        watches: Mapping[str, Stopwatch] | None = None,
-        *,
-        wait: bool = False,
-    ) -> None:
-        """Queue a line; it is written as soon as the times of its parts are known."""
-        self._waiting.append(({"time": round(time.time(), 3), **line}, watches or {}))
+    def write(self, event: Event, timers: Timers | None = None, *, wait: bool = False) -> None:
+        """Queue an event. It is written as soon as the times of its parts are known."""
+        stamped = replace(event, time=round(time.time(), 3))
+        self._waiting.append((stamped, timers or Timers()))
         self.flush(wait=wait)
 
     def flush(self, *, wait: bool = False) -> None:
-        """Write the lines that are ready, in order; the host waits for the device if told to."""
+        """Write the events that are ready, in order; with `wait`, wait for the device first."""
         while self._waiting:
-            line, watches = self._waiting[0]
-            for part, watch in watches.items():
-                seconds = watch.seconds(wait=wait)
+            event, timers = self._waiting[0]
+            for part, stopwatch in timers.running():
+                seconds = stopwatch.seconds(wait=wait)
                 if seconds is None:
                     return
-                line = {**line, part: {**line.get(part, {}), "seconds": seconds}}
+                event = _with_seconds(event, part, seconds)
             self._waiting.popleft()
-            self._append(json.dumps(as_json({"schema": SCHEMA, **line}), allow_nan=False))
+            self._send(event)
 
-    def _append(self, text: str) -> None:
-        if self._failed:
+    def close(self) -> None:
+        """Write what is left and close the sinks. Happens by itself at the end of the run."""
+        self.flush(wait=True)
+        self._close()
+
+    def _send(self, event: Event) -> None:
+        if not self._sinks:
             return
+        line = as_line(event)
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(line)
+            except Exception as error:  # whatever a sink raises: training must not end with it
+                self._sinks.remove(sink)
+                _close_all([sink])
+                warnings.warn(f"the record {_name(sink)} ends here: {error}", stacklevel=2)
+
+
+def open_recorder(record: Record | None, *, is_first: bool) -> Recorder | None:
+    """Check `record` on every process, and open it on the first one, which alone writes.
+
+    Args:
+        record: A folder, a sink, or a sequence of them; none for a run without a record.
+        is_first: Whether this process is the one that writes.
+
+    Raises:
+        TypeError: `record` holds something that is neither a path nor a sink.
+        OSError: A file cannot be written.
+    """
+    targets = check_record(record)
+    return Recorder(map(open_sink, targets)) if targets and is_first else None
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of hdet, Python and torch."""
+    return {
+        "hdet": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _with_seconds(event: Any, part: str, seconds: float) -> Event:
+    """The same event with the time that one of its parts took."""
+    known = getattr(event, part) or Timing()
+    timed: Event = replace(event, **{part: replace(known, seconds=seconds)})
+    return timed
+
+
+def _close_all(sinks: Iterable[Sink]) -> None:
+    for sink in sinks:
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            self._failed = True
-            warnings.warn(f"the record {self.path} ends here: {error}", stacklevel=2)
+            sink.close()
+        except Exception as error:
+            warnings.warn(f"the record {_name(sink)} was not closed: {error}", stacklevel=2)
+
+
+def _name(sink: Sink) -> str:
+    """The path of a file, the class of any other sink."""
+    return type(sink).__name__ if type(sink).__str__ is object.__str__ else str(sink)

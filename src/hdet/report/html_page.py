@@ -1,16 +1,15 @@
-"""The sheet of paper under a report: one HTML file that needs nothing but itself.
+"""The page of a report: one HTML file that needs no other.
 
-Holds the palettes, the style, the script that draws the plots when they come into view, and the
-few elements a report is made of. What comes from a record is escaped here, on its way in.
+Holds the palettes, the style, and the script that draws the plots when they come into view.
 """
 
-import html
 import importlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hdet.report.figures.plot import Plot
+from hdet.report.html_elements import text
+from hdet.report.plot import Plot
 
 # On light and on dark. The lines are after Okabe and Ito, made darker (lighter) until each has a
 # contrast of 3 to 1 with its card.
@@ -193,17 +192,8 @@ SCRIPT = """
 """
 
 
-def text(value: Any) -> str:
-    """A text of the record, for HTML.
-
-    >>> text('"><img src=x>')
-    '&quot;&gt;&lt;img src=x&gt;'
-    """
-    return html.escape(str(value), quote=True)
-
-
 def embedded(value: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends one.
+    """JSON that can stand in a script element: it never ends the element.
 
     >>> embedded("</script>")
     '"\\\\u003c/script>"'
@@ -212,6 +202,7 @@ def embedded(value: Any) -> str:
 
 
 def plotly_script() -> str:
+    """The source of plotly.js, from the plotly package."""
     try:
         offline = importlib.import_module("plotly.offline")
     except ModuleNotFoundError as error:
@@ -224,13 +215,14 @@ def plotly_script() -> str:
 
 
 class PageBuilder:
-    """Collects the plots of a page and hands out the elements that show them."""
+    """Collects the plots of a page, and makes the elements that show them."""
 
     def __init__(self) -> None:
         self._plots: list[dict[str, Any]] = []
         self._num_pickers = 0
 
     def figure(self, plot: Plot | None) -> str:
+        """The element of one plot; empty without a plot."""
         if plot is None:
             return ""
         self._plots.append({"data": plot.data, "layout": plot.layout})
@@ -243,11 +235,12 @@ class PageBuilder:
         )
 
     def grid(self, plots: Iterable[Plot | None], *more: str) -> str:
+        """Plots side by side, then other elements; empty if there are none."""
         inside = "".join(map(self.figure, plots)) + "".join(more)
         return f'<div class="grid">{inside}</div>' if inside else ""
 
     def picker(self, what: str, panels: Sequence[tuple[str, str]]) -> str:
-        """One of several panels, chosen by name."""
+        """Several panels, of which the reader picks one by its name."""
         self._num_pickers += 1
         place = f"panels{self._num_pickers}"
         options = "".join(f"<option>{text(name)}</option>" for name, _ in panels)
@@ -258,6 +251,7 @@ class PageBuilder:
         )
 
     def html(self, title: str, body: str) -> str:
+        """The whole file, with the data of all plots."""
         page = (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -276,6 +270,8 @@ class PageBuilder:
 
 
 def _variables() -> str:
+    """The palettes as CSS variables, for light and dark."""
+
     def root(palette: str) -> str:
         entries = PALETTES[palette].items()
         return ":root {" + "".join(f"--{name}:{value};" for name, value in entries) + "}"
@@ -283,55 +279,4 @@ def _variables() -> str:
     return (
         f"{root('light')} @media (prefers-color-scheme: dark) {{ {root('dark')} }}"
         ":root { color-scheme: light dark; }"
-    )
-
-
-def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
-    """Facts as (what it is, its value as HTML, a remark)."""
-    inside = "".join(
-        f'<div class="tile{" two" * ("<span>" in value)}"><dt>{text(what)}</dt><dd>{value}</dd>'
-        + (f"<dd>{text(remark)}</dd>" if remark else "")
-        + "</div>"
-        for what, value, remark in facts
-    )
-    return f'<dl class="tiles">{inside}</dl>'
-
-
-def table(
-    about: str, head: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers_from: int | None = 1
-) -> str:
-    """A table in a box of its own; from a column on, its cells are numbers."""
-
-    def mark(column: int) -> str:
-        return ' class="n"' if numbers_from is not None and column >= numbers_from else ""
-
-    heads = "".join(f'<th scope="col"{mark(i)}>{text(cell)}</th>' for i, cell in enumerate(head))
-    lines = "".join(
-        f'<tr><th scope="row">{text(first)}</th>'
-        + "".join(f"<td{mark(i)}>{text(cell)}</td>" for i, cell in enumerate(rest, start=1))
-        + "</tr>"
-        for first, *rest in rows
-    )
-    return (
-        f'<p class="about">{text(about)}</p>'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(about)}"><table>'
-        f"<thead><tr>{heads}</tr></thead>"
-        f"<tbody>{lines}</tbody></table></div>"
-    )
-
-
-def boxed(inside: str) -> str:
-    return f'<div class="box">{inside}</div>'
-
-
-def folded(summary: str, inside: str, kind: str = "") -> str:
-    return (
-        f'<details class="{kind}"><summary>{text(summary)}</summary><div>{inside}</div></details>'
-    )
-
-
-def notice(sentence: str, entries: Iterable[str] = ()) -> str:
-    lines = "".join(f"<li>{text(entry)}</li>" for entry in entries)
-    return (
-        f'<div class="notice" role="note">{text(sentence)}{f"<ul>{lines}</ul>" * bool(lines)}</div>'
     )

@@ -1,8 +1,8 @@
-"""The pen of the report: texts, numbers, lines and axes, as plain data for plotly.js.
+"""Texts, numbers, lines and axes of plots, as plain data for plotly.js.
 
-A colour is a name ("@c0", "@ink/0.2") that the page turns into one of its light or its dark
-palette. Everything that a record spells passes through `label` or `wrapped`: plotly reads a
-subset of HTML in its texts, and a knob may be called anything.
+A colour is a name ("@c0", "@ink/0.2"), which the page replaces by a colour of its light or dark
+palette. Each text of a record passes through `label` or `wrapped`: plotly reads a subset of HTML
+in its texts, and a knob may have any name.
 """
 
 import html
@@ -11,18 +11,17 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hdet.records.reader import History
+from hdet.records.history import History
+from hdet.report.plot import Trace
 
 NUM_COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "cross", "x", "star", "hexagon", "pentagon")
-MOST_MARKERS = 30
+MAX_MARKERS = 30
 MANY = 300
-"""Cycles beyond which lines are drawn finer."""
+"""The number of cycles beyond which lines are thinner."""
 LABEL_LENGTH = 40
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
-
-Trace = dict[str, Any]
 
 LEGEND = {
     "orientation": "h",
@@ -47,7 +46,8 @@ CROWD = {
 
 
 def shortened(text: str, most: int = LABEL_LENGTH) -> str:
-    """
+    """A text of at most `most` characters.
+
     >>> shortened("embedding", 6)
     'embed…'
     """
@@ -55,7 +55,7 @@ def shortened(text: str, most: int = LABEL_LENGTH) -> str:
 
 
 def label(text: str, most: int = LABEL_LENGTH) -> str:
-    """A text of the record that plotly shows as it is written.
+    """A short text of the record, escaped for plotly.
 
     >>> label("<b>a & b")
     '&lt;b&gt;a &amp; b'
@@ -64,19 +64,19 @@ def label(text: str, most: int = LABEL_LENGTH) -> str:
 
 
 def wrapped(text: str) -> str:
-    """A sentence of the record, in lines that fit a phone."""
+    """A sentence of the record, escaped for plotly, in lines that fit a phone."""
     return "<br>".join(
         html.escape(line, quote=False) for line in textwrap.wrap(shortened(text, 280), 44)
     )
 
 
 def rounded(value: float | None) -> float | None:
-    """Six digits: what a screen can show, in half the bytes."""
+    """A number with six digits: a screen shows no more, and the page has half the size."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 def brief(value: float | None) -> str:
-    """Three digits, in the shorter of the two ways to write them.
+    """A number with three digits, with or without an exponent.
 
     >>> brief(0.000123456), brief(1234567), brief(12345), brief(0.25), brief(None)
     ('1.23e-4', '1.23e6', '12345', '0.25', '-')
@@ -90,7 +90,8 @@ def brief(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """A time in milliseconds or seconds.
+
     >>> duration(0.0123), duration(12.3), duration(0)
     ('12.3 ms', '12.3 s', '0 s')
     """
@@ -98,7 +99,8 @@ def duration(seconds: float) -> str:
 
 
 def volume(num_bytes: float) -> str:
-    """
+    """A number of bytes with a decimal prefix.
+
     >>> volume(4_200_000), volume(12), volume(0)
     ('4.2 MB', '12 B', '0 B')
     """
@@ -109,7 +111,7 @@ def volume(num_bytes: float) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Divided before it is summed: the mean of what a float can hold is held by one.
+    """The mean; values are divided before they are summed, so that the sum does not overflow.
 
     >>> mean([1e308, 1e308, 1e308]) == 1e308
     True
@@ -118,11 +120,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def known(values: Iterable[float | None]) -> list[float]:
+    """The values that are not missing."""
     return [value for value in values if value is not None]
 
 
 def needs_log(values: Iterable[float | None]) -> bool:
-    """Whether they are positive and span more than a decade.
+    """Whether the values are positive and span more than a decade.
 
     >>> needs_log([1, 11]), needs_log([1, 9]), needs_log([0, 100]), needs_log([])
     (True, False, False, False)
@@ -137,10 +140,16 @@ def needs_log(values: Iterable[float | None]) -> bool:
 def curve(
     name: str, points: Sequence[tuple[int, float | None]], *, own_steps: bool = False, **more: Any
 ) -> Trace:
-    """A line whose every point can be seen: one between two gaps gets a marker.
+    """A line. A point between two gaps gets a marker, so that each point can be seen.
 
-    Plotly lists the nearest point of every line under the step that is pointed at. A line with
-    steps of its own, or with gaps, therefore says at which step its value was seen.
+    Plotly lists the nearest point of each line under the step of the pointer. A line with steps of
+    its own, or with gaps, therefore shows the step of its value.
+
+    Args:
+        name: The entry in the legend.
+        points: Steps and values.
+        own_steps: Whether the line has other steps than the lines beside it.
+        **more: Further entries of the trace.
     """
     values = [value for _, value in points]
     own_steps = own_steps or None in values
@@ -153,7 +162,7 @@ def curve(
         "hovertemplate": f"%{{y:.4~g}}{' (step %{x:,d})' if own_steps else ''}",
         **more,
     }
-    if len(known(values)) > MOST_MARKERS:
+    if len(known(values)) > MAX_MARKERS:
         alone = _alone(values)
         trace["mode"] = "lines+markers" if any(alone) else "lines"
         if any(alone):
@@ -162,7 +171,7 @@ def curve(
 
 
 def _alone(values: Sequence[float | None]) -> list[bool]:
-    """Which values have no neighbour to draw a line to."""
+    """For each value, whether it has no neighbour to draw a line to."""
     padded = [None, *values, None]
     return [
         value is not None and before is None and after is None
@@ -171,6 +180,7 @@ def _alone(values: Sequence[float | None]) -> list[bool]:
 
 
 def axis(title: str, values: Iterable[float | None] = (), **more: Any) -> dict[str, Any]:
+    """An axis; logarithmic if the values span more than a decade."""
     values = known(values)
     is_log = needs_log(values)
     if values and 0 < min(values) == max(values) < 1e300:
@@ -195,9 +205,10 @@ def axis(title: str, values: Iterable[float | None] = (), **more: Any) -> dict[s
 
 
 def layout_of(y_axis: dict[str, Any], histories: Sequence[History], **more: Any) -> dict[str, Any]:
+    """The layout of a plot over steps, with dotted lines at the resumes of a single run."""
     x_axis = axis("step", showline=True, ticks="outside", ticklen=4, tickformat=",d", nticks=8)
     x_axis["unifiedhovertitle"] = {"text": "<b>step %{x:,d}</b>"}
-    # The same for every plot of a page, so that what happened together stands together.
+    # The same range in all plots of a page, so that equal steps are at equal places.
     last = max(1, *(history.last_step for history in histories))
     x_axis["range"] = [-0.015 * last, 1.02 * last]
     resumes = {step for history in histories for step in history.resumes}
@@ -229,11 +240,12 @@ def _vertical(step: int) -> dict[str, Any]:
 
 
 def colour(index: int) -> str:
+    """The name of a colour of the palette, in turn."""
     return f"@c{index % NUM_COLOURS}"
 
 
 def look(index: int, width: float) -> dict[str, Any]:
-    """The colour, dash and symbol of the index-th of several lines."""
+    """The colour, dash and symbol of the line with this index."""
     return {
         "line": {"color": colour(index), "width": width, "dash": DASHES[index % len(DASHES)]},
         "marker": {"color": colour(index), "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 5},
@@ -245,7 +257,7 @@ def per_replica(
     num_replicas: int,
     errors: Sequence[Sequence[float | None]] = (),
 ) -> list[Trace]:
-    """One thin line for each replica; beyond eight they share a colour and a legend entry."""
+    """One thin line for each replica; more than eight share a colour and a legend entry."""
     is_crowd = num_replicas > NUM_COLOURS
     width = 1.3 if len(rows) <= MANY else 0.8
     traces = []

@@ -6,14 +6,15 @@ the controller moves the knobs.
 
 import math
 from statistics import fmean
-from typing import Any
 
 from torch import Tensor
 
 from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
 from hdet.control.spike_guard import RELIEF
 from hdet.control.stall_detector import is_too_late_to_restart
-from hdet.records.events import converge_event, cycle_event, guard_event
+from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent, LRTracePoints
+from hdet.records.knob_entries import MovedKnob, knob_entries
+from hdet.records.writer import Timers
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_phase import SearchPhase
 from hdet.signals.exchange import CycleReport
@@ -44,10 +45,7 @@ class CycleEnd:
         sees_new_data = run.good_point is not None and run.good_point.monitor.sees_new_data
         verdict, num_bytes = self._converge(call, waits=sees_new_data)
         stopwatch.mark()
-        line = {
-            **converge_event(run.step, verdict, num_bytes),
-            **self._steer(call, verdict, ran_with),
-        }
+        event = self._steer(call, verdict, ran_with, num_bytes)
         scale_correction = (
             1.0 if run.good_point is None else run.good_point.monitor.scale_correction
         )
@@ -57,9 +55,11 @@ class CycleEnd:
         if run.good_point is not None:
             run.good_point.keep(run.step)
         watches = run.probe_watches if probed is not None else {}
-        run.write_record(line, {"converge": stopwatch, **watches}, wait=run.is_over())
+        run.write_record(event, Timers(converge=stopwatch, **watches), wait=run.is_over())
         if scale_correction != 1.0:
-            run.write_record(guard_event(run.step, RELIEF, run.step, scale_correction))
+            run.write_record(
+                GuardEvent(step=run.step, reason=RELIEF, back_to=run.step, factor=scale_correction)
+            )
         if sees_new_data:
             self._search_phase.search_new_data()
 
@@ -117,8 +117,8 @@ class CycleEnd:
         return True
 
     def _steer(
-        self, call: CycleReport, verdict: ReplicaHealth, ran_with: list[float]
-    ) -> dict[str, Any]:
+        self, call: CycleReport, verdict: ReplicaHealth, ran_with: list[float], num_bytes: int
+    ) -> CycleEvent:
         """Move knobs and a schedule that waits for losses; what the record says of it."""
         run = self._run
         used = [(knob.state.scale, knob.factors()) for knob in run.knob_bank.knobs]
@@ -126,18 +126,21 @@ class CycleEnd:
         losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
         if run.base.wants_metric and losses:
             run.base.advance(fmean(losses))
-        return cycle_event(
-            run.knob_bank.cycle,
-            run.base.names,
-            call.losses,
-            call.errors,
-            call.distances,
-            call.scores,
-            steered,
-            ran_with,
-            run.knob_bank.knobs,
-            used,
-            {} if run.recorder is None else run.lr_trace.points(),
+        rows = zip(run.knob_bank.knobs, used, steered.moves, steered.slopes, strict=True)
+        moved = [MovedKnob(knob, *at, move, slope) for knob, at, move, slope in rows]
+        scores = call.scores
+        return CycleEvent(
+            step=run.step,
+            excluded=ExcludedReplica.from_reasons(verdict.excluded),
+            converge=ConvergeCost(bytes=num_bytes),
+            cycle=run.knob_bank.cycle,
+            losses=tuple(call.losses),
+            loss_errors=tuple(call.errors),
+            weights=None if steered.weights is None else tuple(steered.weights),
+            distances=tuple(call.distances),
+            scores=None if scores is None else tuple(fmean(s) if s else None for s in scores),
+            lr_trace=LRTracePoints() if run.recorder is None else run.lr_trace.points(),
+            knobs=knob_entries(run.base.names, ran_with, moved, num_replicas=run.replicas.size),
         )
 
     def _check_losses(self, call: CycleReport) -> None:
@@ -224,8 +227,10 @@ class CycleEnd:
             run.knob_bank.rescale(watch.give_up())
             run.start_cycle(is_partial=True)
             run.write(everything=True)
-            line = guard_event(run.step, f"stopped: {reason}", good_point.step, None)
-            run.write_record(line, wait=True)
+            run.write_record(
+                GuardEvent(step=run.step, reason=f"stopped: {reason}", back_to=good_point.step),
+                wait=True,
+            )
             raise ReplicasLost(
                 f"the run was taken back {num} times in a row, and spikes again at "
                 f"step {run.step} ({reason}). All replicas have the weights of step "
@@ -233,5 +238,12 @@ class CycleEnd:
             )
         run.knob_bank.rescale(watch.factor())
         run.next_cycle()
-        line = guard_event(run.step, reason, good_point.step, watch.factor())
-        run.write_record({**line, "scales": run.knob_bank.scales()})
+        run.write_record(
+            GuardEvent(
+                step=run.step,
+                reason=reason,
+                back_to=good_point.step,
+                factor=watch.factor(),
+                scales=run.knob_bank.scales(),
+            )
+        )

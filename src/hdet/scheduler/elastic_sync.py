@@ -2,7 +2,8 @@
 
 from statistics import fmean
 
-from hdet.records.events import converge_event
+from hdet.records.events import ConvergeCost, ConvergeEvent, ExcludedReplica, NoteEvent
+from hdet.records.writer import Timers
 from hdet.replicas.torchft import Interrupted, Members, TorchftReplicas
 from hdet.scheduler.cycle_end import CycleEnd
 from hdet.scheduler.run import Run
@@ -44,8 +45,8 @@ class ElasticSync:
         finally:
             lines, run.held_lines = run.held_lines, None
         if replicas.commit():
-            for line, watches, wait in lines:
-                run.write_record(line, watches, wait=wait)
+            for event, timers, wait in lines:
+                run.write_record(event, timers, wait=wait)
             return
         undo()
         if not (replicas.have_synced or replicas.has_healed):
@@ -75,8 +76,12 @@ class ElasticSync:
         if lost:
             num_bytes += run.parameters.reseed_state_(verdict.fit[0], lost)
         stopwatch.mark()
-        line = converge_event(run.step, verdict, num_bytes)
-        run.write_record(line, {"converge": stopwatch}, wait=True)
+        event = ConvergeEvent(
+            step=run.step,
+            excluded=ExcludedReplica.from_reasons(verdict.excluded),
+            converge=ConvergeCost(bytes=num_bytes),
+        )
+        run.write_record(event, Timers(converge=stopwatch), wait=True)
         if not members.have_changed:
             run.start_cycle(is_partial=True)
             return
@@ -90,5 +95,5 @@ class ElasticSync:
 
     def _note_members(self, text: str) -> None:
         run = self._run
-        line = {"event": "note", "step": run.step, "text": text}
-        run.write_record({**line, "measures": {"replicas": run.replicas.size}})
+        measures = {"replicas": run.replicas.size}
+        run.write_record(NoteEvent(step=run.step, text=text, measures=measures))

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,15 @@ from hdet.control.spike_guard import Guard
 from hdet.knobs.param_groups import check_groups
 from hdet.knobs.specs import LearningRate, flatten_knobs
 from hdet.lr_search.scout import Scout
-from hdet.records.events import converge_event
+from hdet.records.events import (
+    ConvergeCost,
+    ConvergeEvent,
+    ExcludedReplica,
+    NoteEvent,
+    ResumeEvent,
+)
+from hdet.records.sinks import Record
+from hdet.records.writer import Timers
 from hdet.replicas.factory import default_replicas
 from hdet.replicas.protocol import Replicas
 from hdet.replicas.torchft import Interrupted, TorchftReplicas
@@ -142,7 +149,7 @@ class HDET(LRScheduler):
         replicas: Replicas | None = None,
         total_steps: int | None = None,
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
-        record: str | Path | None = None,
+        record: Record | None = None,
         seed: int = 0,
     ) -> None:
         def prepare(replicas: Replicas) -> tuple[BaseSchedule, Settings]:
@@ -277,8 +284,12 @@ class HDET(LRScheduler):
             num_bytes += run.reseed(verdict)
         stopwatch.mark()
         run.start_cycle(is_partial=True)
-        line = converge_event(run.step, verdict, num_bytes)
-        run.write_record(line, {"converge": stopwatch}, wait=True)
+        event = ConvergeEvent(
+            step=run.step,
+            excluded=ExcludedReplica.from_reasons(verdict.excluded),
+            converge=ConvergeCost(bytes=num_bytes),
+        )
+        run.write_record(event, Timers(converge=stopwatch), wait=True)
 
     def scout_again(self, scout: Scout | None = None) -> None:
         """Search for another learning rate from the next step on, for example for new data.
@@ -360,8 +371,7 @@ class HDET(LRScheduler):
             TypeError: If a measure is not a number.
         """
         values = {name: number_of(name, value) for name, value in measures.items()}
-        line = {"event": "note", "step": self._run.step, "text": str(text), "measures": values}
-        self._run.write_record(line)
+        self._run.write_record(NoteEvent(step=self._run.step, text=str(text), measures=values))
 
     # What it is set to ---------------------------------------------------------------------
 
@@ -514,7 +524,7 @@ class HDET(LRScheduler):
         if self._elastic_sync is not None:
             self._elastic_sync.begin()
         run.write(everything=True)
-        run.write_record({"event": "resume", "step": run.step})
+        run.write_record(ResumeEvent(step=run.step))
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check that the run can continue from a state, and change nothing.
@@ -543,7 +553,7 @@ class HDET(LRScheduler):
         prepare: Prepare,
         model: nn.Module | None,
         replicas: Replicas | None,
-        record: str | Path | None,
+        record: Record | None,
     ) -> None:
         run = self._run = Run(
             prepare, model, replicas or default_replicas(), record, self._taken_over

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from hdet.control.paper import PaperController
 from hdet.control.spike_guard import Guard
 from hdet.knobs.specs import LearningRate, flatten_knobs
 from hdet.lr_search.scout import Scout
+from hdet.records.sinks import Record
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.hdet import HDET
@@ -131,7 +131,7 @@ class OneCycleHDET(HDET):
         compress: Literal["bf16", "int8"] | None = None,
         replicas: Replicas | None = None,
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
-        record: str | Path | None = None,
+        record: Record | None = None,
         seed: int = 0,
     ) -> None:
         def prepare(_: Replicas) -> tuple[BaseSchedule, Settings]:

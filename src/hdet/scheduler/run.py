@@ -8,7 +8,6 @@ The chapters are `scouting`, `cycle_end` and `meeting`; `scheduler` says when ea
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,10 @@ from hdet.control.replica_health import ReplicaHealth, check_health
 from hdet.knobs import param_groups
 from hdet.knobs.binding import BindingContext, BoundKnobs
 from hdet.knobs.specs import bind_knobs, lr_knobs
+from hdet.records.events import Event, ReplicaInfo, RunEvent
 from hdet.records.lr_trace import LRTrace
-from hdet.records.writer import Recorder
+from hdet.records.sinks import Record
+from hdet.records.writer import Timers, installed_versions, open_recorder
 from hdet.replicas.protocol import Replicas
 from hdet.replicas.torchft import TorchftReplicas
 from hdet.scheduler import state
@@ -53,7 +54,7 @@ class Run:
         prepare: Prepare,
         model: nn.Module | None,
         replicas: Replicas,
-        record: str | Path | None,
+        record: Record | None,
         one_cycle: Callable[[BaseSchedule], OneCycleBounds | None],
     ) -> None:
         """Check everything on all replicas at once, then take the first values."""
@@ -71,7 +72,7 @@ class Run:
             )
             self.bound_knobs = self._bind_knobs()
             leads = replicas.part == 0 and 0 in replicas.local  # or nobody knows yet
-            self.recorder = Recorder(record) if leads and record is not None else None
+            self.recorder = open_recorder(record, is_first=leads)
             mine = describe_replica(self.settings, self._schedule(), self.parameters)
             self._take_first_values()
         except Exception as problem:
@@ -93,10 +94,15 @@ class Run:
 
     def start_record(self) -> None:
         if self.recorder is not None:
-            self.recorder.start(
-                {**as_plain_data(self.settings), **self._schedule()},
-                {"kind": type(self.replicas).__name__, "size": self.replicas.size},
-                str(self.device()),
+            self.recorder.write(
+                RunEvent(
+                    settings={**as_plain_data(self.settings), **self._schedule()},
+                    replicas=ReplicaInfo(
+                        kind=type(self.replicas).__name__, size=self.replicas.size
+                    ),
+                    device=str(self.device()),
+                    versions=installed_versions(),
+                )
             )
 
     def _bind_knobs(self) -> BoundKnobs:
@@ -114,7 +120,7 @@ class Run:
 
     def _take_first_values(self) -> None:
         self._warned: set[str] = set()
-        self.held_lines: list[tuple[dict[str, Any], Mapping[str, Stopwatch] | None, bool]] | None
+        self.held_lines: list[tuple[Event, Timers | None, bool]] | None
         self.held_lines = None
         """Lines of a meeting that may yet be undone."""
         self.average_due_at: int | None = None
@@ -329,16 +335,12 @@ class Run:
         return [knob for knob in self.knob_bank.knobs if not knob.info.groups]
 
     def write_record(
-        self,
-        line: dict[str, Any],
-        watches: Mapping[str, Stopwatch] | None = None,
-        *,
-        wait: bool = False,
+        self, event: Event, timers: Timers | None = None, *, wait: bool = False
     ) -> None:
         if self.recorder is not None and self.held_lines is not None:
-            self.held_lines.append((line, watches, wait))
+            self.held_lines.append((event, timers, wait))
         elif self.recorder is not None:
-            self.recorder.write(line, watches, wait=wait)
+            self.recorder.write(event, timers, wait=wait)
 
     def device(self) -> torch.device:
         groups = self.optimizer.param_groups

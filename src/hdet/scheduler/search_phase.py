@@ -1,7 +1,7 @@
 """A run while its replicas scout: they set out, come back, and begin with what was found."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import nn
 from hdet.control.stall_detector import is_far_off
 from hdet.lr_search.constants import DEFAULT_TAIL
 from hdet.lr_search.estimator import Estimate
+from hdet.lr_search.observations import Observation
 from hdet.lr_search.plan import check_room
 from hdet.lr_search.reasons import INTERRUPTED, NO_TIME, NOTHING_FOUND
 from hdet.lr_search.scout import AllRatesDiverged, Scout
 from hdet.lr_search.transfer import peak_over_mean
-from hdet.records.events import guard_event, search_event
+from hdet.records.events import GuardEvent, SearchEvent, TriedRate
 from hdet.scheduler.base_schedule import ScheduleShares
 from hdet.scheduler.compatibility import why_no_scout
 from hdet.scheduler.run import Run
@@ -116,7 +117,8 @@ class SearchPhase:
             model, left = self.check_can_search(scout)
         except (RuntimeError, ValueError) as problem:
             step = self._run.step
-            self._run.write_record(guard_event(step, f"{NO_LOOK}: {problem}", step, None))
+            reason = f"{NO_LOOK}: {problem}"
+            self._run.write_record(GuardEvent(step=step, reason=reason, back_to=step))
             return
         self.again(scout, model, left, unasked=True)
 
@@ -220,7 +222,8 @@ class SearchPhase:
                 raise
             run.training_loss.start()
             run.warn_once("look", f"{LOOKED}: every learning rate blows up; the guard goes on.")
-            run.write_record(guard_event(run.step, f"{LOOKED}: every one blows up", run.step, None))
+            reason = f"{LOOKED}: every one blows up"
+            run.write_record(GuardEvent(step=run.step, reason=reason, back_to=run.step))
             return
         trial.restore()
         self._reset_evidence()
@@ -268,7 +271,7 @@ class SearchPhase:
             run.knob_bank.rescale(begin.factor)
             run.clock.scouted(run.step)
             self._end_trial(trial)
-        run.write_record(search_event(run.step, trial, peaks, begin))
+        run.write_record(_search_event(run.step, trial, peaks, begin))
 
     def _advice(self, trial: SearchTrial, begin: Estimate) -> str:
         """What a person should know who trusts in what was found; nothing if all is well."""
@@ -298,9 +301,8 @@ class SearchPhase:
         run.lr_trace.clear()
         run.training_loss.start()
         run.start_cycle(is_partial=True)
-        run.write_record(
-            guard_event(run.step, f"{reason}: scouting from the first weights", 0, None)
-        )
+        reason = f"{reason}: scouting from the first weights"
+        run.write_record(GuardEvent(step=run.step, reason=reason, back_to=0))
         self._start_trial(scout, run.model, run.settings.total_steps, stuck=True)
 
     def _keep_or_change(self, trial: SearchTrial, begin: Estimate) -> Estimate:
@@ -351,3 +353,31 @@ class SearchPhase:
         trial.close(shared=run.settings.gradients == "shared")
         run.trial = None
         run.knob_bank.fan_out()
+
+
+def _search_event(
+    step: int, trial: SearchTrial, rates: Mapping[str, float], begin: Estimate | None
+) -> SearchEvent:
+    """The search at the end of a round; `begin` is the estimate after the last one."""
+    search = trial.search
+    return SearchEvent(
+        step=step,
+        mid_run=trial.late,
+        compared_by=trial.by,
+        points=_tried_rates(search.points),
+        refined=_tried_rates(search.refined_observations),
+        noise=search.noise,
+        reference_lrs=rates,
+        found=search.found,
+        factor=None if begin is None else begin.factor,
+        factor_reason="" if begin is None else begin.why,
+        lowest_lost=search.lowest_lost,
+        divergence=search.divergence,
+        reason=search.reason,
+    )
+
+
+def _tried_rates(points: Sequence[Observation]) -> tuple[TriedRate, ...]:
+    return tuple(
+        TriedRate(factor=p.factor, score=p.score, error=p.error, bad_batch=p.glitch) for p in points
+    )

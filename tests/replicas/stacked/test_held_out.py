@@ -367,7 +367,7 @@ def test_the_default_on_one_device_needs_no_probe(tmp_path: Path) -> None:
     assert not scheduler.is_scouting
     assert scheduler.get_knobs()["lr/group0"] > 100
     lines = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
-    assert {line["by"] for line in lines if line["event"] == "scout"} == {"held out"}
+    assert {line["compared_by"] for line in lines if line["event"] == "scout"} == {"held out"}
 
 
 # Whatever may differ between then and now -----------------------------------------------------

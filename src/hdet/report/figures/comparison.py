@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
+from hdet.report.figures.curves import Labelled, mean_loss
 from hdet.report.figures.knobs import centre_line, knob_axis, knob_title, spread_band
-from hdet.report.figures.plot import Labelled, Plot, mean_loss
-from hdet.report.plotly import Trace, axis, curve, known, label, layout_of, look, shortened
-
-# Plots of several runs -----------------------------------------------------------------------
+from hdet.report.plot import Plot, Trace
+from hdet.report.plotly import axis, curve, known, label, layout_of, look, shortened
 
 
 def measure(runs: Sequence[Labelled], name: str, size: str = "half") -> Plot | None:
-    """What was noted of a measure; with one run or with several."""
+    """A measure over the steps, for one run or several; none if no run noted it."""
     traces = [
         curve(label(who or name), points, own_steps=len(runs) > 1, **look(index, 2))
         for index, (who, history) in enumerate(runs)
@@ -29,6 +28,7 @@ def measure(runs: Sequence[Labelled], name: str, size: str = "half") -> Plot | N
 
 
 def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
+    """The mean training loss of each run."""
     traces = [
         curve(label(who), points, own_steps=True, **look(index, 2))
         for index, (who, history) in enumerate(runs)
@@ -42,14 +42,15 @@ def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
     return Plot("Training loss", caption, traces, layout)
 
 
-def knobs_of(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:
+def knob(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:
+    """One knob in several runs: the centre and the band of the spread."""
     traces: list[Trace] = []
     for index, (who, history) in enumerate(runs):
-        knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.values)]
-        if knobs:
+        entries = [(step, entry) for step, entry in history.knob(name) if known(entry.values)]
+        if entries:
             group = {"legendgroup": str(index)}
-            traces += spread_band(knobs, index, label(who), showlegend=False, **group)
-            traces.append(centre_line(knobs, index, label(who), **group))
+            traces += spread_band(entries, index, label(who), showlegend=False, **group)
+            traces.append(centre_line(entries, index, label(who), **group))
     if not traces:
         return None
     histories = [history for _, history in runs]

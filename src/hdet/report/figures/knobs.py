@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hdet.control.regression import DecayedSlope
-from hdet.records.reader import History, KnobRecord
-from hdet.report.figures.plot import MAX_STAYS, MOVES, Plot, blocks, centre_of, centres
+from hdet.records.events import KnobEntry
+from hdet.records.history import History
+from hdet.report.figures.curves import MAX_STAYS, MOVES, blocks, centre_of, centres
+from hdet.report.plot import Plot, Trace
 from hdet.report.plotly import (
     MANY,
     NUM_COLOURS,
-    Trace,
     axis,
     brief,
     colour,
@@ -25,15 +26,15 @@ from hdet.report.plotly import (
 
 
 def knob(history: History, name: str, size: str) -> Plot | None:
-    """A learning rate or any other knob: where the replicas were, and what was decided."""
+    """One knob over the steps: the values of the replicas and the moves of the controller."""
     knobs = [(step, knob) for step, knob in history.knob(name) if known(knob.values)]
     if not knobs:
         return None
     stays = sum(knob.decision in ("stay", "abstain") for _, knob in knobs)
     shown = tuple(MOVES) if stays <= MAX_STAYS else ("up", "down")
     centre = centre_line(knobs, 0, "centre of the spread")
-    # The one line that answers to pointing: it knows everything about its cycle.
-    centre["text"] = [_told(knob, shown) for _, knob in knobs]
+    # Only this line reacts to the pointer, with all facts about its cycle.
+    centre["text"] = [_hover_text(knob, shown) for _, knob in knobs]
     centre["hovertemplate"] = "%{text}<extra></extra>"
     traces = [*spread_band(knobs, 0, "spread"), centre]
     traces += [trace for decision in shown if (trace := _moves(knobs, decision))]
@@ -49,11 +50,13 @@ def knob(history: History, name: str, size: str) -> Plot | None:
 
 
 def knob_title(histories: Sequence[History], name: str) -> str:
+    """The title of a plot of this knob."""
     is_lr = any(name in history.rate_names for history in histories)
     return f"Learning rate: {shortened(name)}" if is_lr else f"Knob: {shortened(name)}"
 
 
 def knob_axis(histories: Sequence[History], name: str, traces: Sequence[Trace]) -> dict[str, Any]:
+    """The axis of the values of this knob."""
     values = [value for trace in traces for value in trace["y"]]
     if any(name in history.rate_names for history in histories):
         return axis("learning rate", values, tickformat="~e")
@@ -61,9 +64,9 @@ def knob_axis(histories: Sequence[History], name: str, traces: Sequence[Trace]) 
 
 
 def spread_band(
-    knobs: Sequence[tuple[int, KnobRecord]], index: int, name: str, **more: Any
+    knobs: Sequence[tuple[int, KnobEntry]], index: int, name: str, **more: Any
 ) -> list[Trace]:
-    """The lowest and the highest learning rate, and what lies between."""
+    """The band between the lowest and the highest value of the replicas."""
     lrs = [known(knob.values) for _, knob in knobs]
     edge = {
         "type": "scatter",
@@ -79,16 +82,17 @@ def spread_band(
 
 
 def centre_line(
-    knobs: Sequence[tuple[int, KnobRecord]], index: int, name: str, **more: Any
+    knobs: Sequence[tuple[int, KnobEntry]], index: int, name: str, **more: Any
 ) -> Trace:
+    """The line of the centres of the spread."""
     points = [(step, centre_of(knob)) for step, knob in knobs]
     trace = curve(name, points, own_steps=True, **look(index, 2.2), **more)
     trace["mode"] = "lines" if len(points) > 1 else "lines+markers"
     return trace
 
 
-def _told(knob: KnobRecord, shown: Sequence[str]) -> str:
-    """What pointing at a cycle shows."""
+def _hover_text(knob: KnobEntry, shown: Sequence[str]) -> str:
+    """The text that is shown when the pointer is at a cycle."""
     lrs = known(knob.values)
     lines = [f"{brief(centre_of(knob))}, spread {brief(min(lrs))} to {brief(max(lrs))}"]
     if knob.decision in MOVES:
@@ -100,7 +104,8 @@ def _told(knob: KnobRecord, shown: Sequence[str]) -> str:
     return "<br>".join(lines)
 
 
-def _moves(knobs: Sequence[tuple[int, KnobRecord]], decision: str) -> Trace | None:
+def _moves(knobs: Sequence[tuple[int, KnobEntry]], decision: str) -> Trace | None:
+    """The marks of all cycles with this decision."""
     made = [(step, knob) for step, knob in knobs if knob.decision == decision]
     if not made:
         return None
@@ -123,6 +128,7 @@ def _moves(knobs: Sequence[tuple[int, KnobRecord]], decision: str) -> Trace | No
 
 
 def hypergradient(history: History, name: str, size: str) -> Plot | None:
+    """The hypergradient of one knob, with its standard errors."""
     knobs = [(s, knob) for s, knob in history.knob(name) if knob.hypergradient is not None]
     if not knobs:
         return None
@@ -154,7 +160,7 @@ def hypergradient(history: History, name: str, size: str) -> Plot | None:
 
 
 def scales(history: History) -> Plot | None:
-    """Every knob at once, each in units of where it began; for runs with many knobs."""
+    """All knobs, each in units of its first centre; for runs with many knobs."""
     traces = []
     for index, name in enumerate(history.knob_names):
         points = centres(history, name)
@@ -174,7 +180,7 @@ def scales(history: History) -> Plot | None:
 
 
 def sensitivity(history: History) -> Plot | None:
-    """How the signal answered to every knob: slopes with intervals, over the steps."""
+    """The slope of the score along each knob, with intervals, over the steps."""
     traces = []
     for index, name in enumerate(history.knob_names):
         known_slopes = [
@@ -182,7 +188,7 @@ def sensitivity(history: History) -> Plot | None:
             for step, knob in history.knob(name)
             if knob.slope is not None and knob.slope_error is not None
         ]
-        points = faded(known_slopes)
+        points = running_slopes(known_slopes)
         if not points:
             continue
         traces += _interval(points, index, f"s{index}")
@@ -206,6 +212,7 @@ def sensitivity(history: History) -> Plot | None:
 
 
 def _interval(points: Sequence[tuple[int, float, float]], index: int, group: str) -> list[Trace]:
+    """The band of the 95 % intervals."""
     edge = {
         "type": "scatter",
         "mode": "lines",
@@ -222,8 +229,11 @@ def _interval(points: Sequence[tuple[int, float, float]], index: int, group: str
     return [{**edge, "y": low}, {**edge, "y": high, **fill}]
 
 
-def faded(slopes: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
-    """At every step what the slopes so far have shown."""
+def running_slopes(slopes: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """The running mean of the slopes at each step, in which old slopes fade.
+
+    The record has the slope of each cycle. The running mean is that of `HDET.sensitivity()`.
+    """
     recent_slope, points = DecayedSlope(), []
     for step, slope, error in slopes:
         recent_slope = recent_slope.and_then(slope, error)

@@ -1,15 +1,15 @@
-"""Plots of a run: losses, distances, exclusions and the cost of averaging."""
+"""Plots of one run: losses, distances, excluded replicas and the cost of averaging."""
 
 from typing import Any
 
-from hdet.records.reader import History
-from hdet.report.figures.plot import Plot, mean_loss
+from hdet.records.history import History
+from hdet.report.figures.curves import mean_loss
+from hdet.report.plot import Plot
 from hdet.report.plotly import NUM_COLOURS, axis, curve, layout_of, look, per_replica, wrapped
-
-# Plots of one run ----------------------------------------------------------------------------
 
 
 def losses(history: History) -> Plot | None:
+    """The training loss of each replica, and the held-out loss of the consensus if it is known."""
     rows = [(cycle.step, cycle.losses) for cycle in history.cycles]
     errors = [cycle.loss_errors for cycle in history.cycles]
     traces = per_replica(rows, history.most_replicas, errors)
@@ -35,6 +35,7 @@ def losses(history: History) -> Plot | None:
 
 
 def distances(history: History) -> Plot | None:
+    """The distance of each replica from the average, just before each average."""
     rows = [(cycle.step, cycle.distances) for cycle in history.cycles]
     traces = per_replica(rows, max((len(row) for _, row in rows), default=0))
     if not traces:
@@ -50,6 +51,7 @@ def distances(history: History) -> Plot | None:
 
 
 def exclusions(history: History) -> Plot | None:
+    """The replicas that were left out of an average."""
     excluded = history.excluded
     if not excluded:
         return None
@@ -72,9 +74,10 @@ def exclusions(history: History) -> Plot | None:
 
 
 def converge_cost(history: History) -> Plot | None:
-    converges = history.every_converge
-    seconds = [(c.step, c.seconds) for c in converges if c.seconds is not None]
-    sizes = [(c.step, c.num_bytes) for c in converges if c.num_bytes is not None]
+    """The time and the bytes of each average."""
+    costs = [(event.step, event.converge) for event in history.every_converge]
+    seconds = [(step, cost.seconds) for step, cost in costs if cost.seconds is not None]
+    sizes = [(step, cost.bytes) for step, cost in costs if cost.bytes is not None]
     if not seconds and not sizes:
         return None
     top = curve("time", seconds, **look(0, 1.6))

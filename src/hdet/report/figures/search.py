@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hdet.records.reader import History, SearchRecord
-from hdet.report.figures.plot import Plot
+from hdet.records.events import SearchEvent, TriedRate
+from hdet.records.history import History
+from hdet.report.plot import Plot, Trace
 from hdet.report.plotly import (
-    Trace,
     axis,
     brief,
     known,
@@ -18,53 +18,51 @@ from hdet.report.plotly import (
 )
 
 
-def scouts(history: History) -> list[Plot | None]:
-    """One plot for each search."""
-    return [_scout(history, seen) for seen in history.scouts]
+def searches(history: History) -> list[Plot | None]:
+    """One plot for each search; none for a search with fewer than two scores."""
+    return [_search(history, event) for event in history.scouts]
 
 
-def _scout(history: History, seen: SearchRecord) -> Plot | None:
-    """What a few steps came to at every learning rate that was tried."""
-    given = known(seen.peaks.values())
-    single = len(seen.peaks) == 1 and given and given[0] > 0
+def _search(history: History, event: SearchEvent) -> Plot | None:
+    """The score of each learning rate that the search tried."""
+    given = known(event.reference_lrs.values())
+    single = len(event.reference_lrs) == 1 and given and given[0] > 0
     unit = given[0] if single else 1.0
-    tried = _rates(zip(seen.factors, seen.scores, strict=True), unit)
+    tried = _rates(event.points, unit)
     points = [(rate, score) for rate, score in tried if score is not None]
     if len(points) < 2:
         return None
-    close = [(rate, score) for rate, score in _rates(seen.close, unit) if score is not None]
+    refined = [(rate, score) for rate, score in _rates(event.refined, unit) if score is not None]
     rates, scores = [rate for rate, _ in points], [score for _, score in points]
-    # The lowest has hardly moved; what is far worse than that would flatten everything else.
-    low = min(score for _, score in [*points, *close])
+    # Scores far above that of the lowest learning rate would flatten all others.
+    low = min(score for _, score in [*points, *refined])
     top = min(scores[0] + 0.6 * (scores[0] - low), max(scores))
     traces = [_scores("score", points, 0)]
-    if close:
-        traces.append(_scores("around the first choice, in longer rounds", close, 1))
+    if refined:
+        traces.append(_scores("around the first choice, in longer rounds", refined, 1))
     lost = [rate for rate, score in tried if score is None]
-    found = None if seen.found is None else rounded(seen.found * unit)
+    found = None if event.found is None else rounded(event.found * unit)
     what = "learning rate" if single else "times the given learning rate"
     layout = layout_of(
-        axis("score", **_frame(low, top)),
+        axis("score", **_score_range(low, top)),
         [history],
-        showlegend=bool(close),
+        showlegend=bool(refined),
         hovermode="closest",
         xaxis=axis(what, rates, showline=True, ticks="outside"),
-        shapes=[_upright(found)] if found else [],
+        shapes=[_vertical_line(found)] if found else [],
     )
-    caption = _scouted(seen, unit, sum(score > top for score in scores), lost)
-    first = seen is history.scouts[0]
-    title = "What the scout saw" if first else f"What it saw until step {seen.step}"
+    caption = _caption(event, unit, sum(score > top for score in scores), lost)
+    first = event is history.scouts[0]
+    title = "What the scout saw" if first else f"What it saw until step {event.step}"
     return Plot(title, caption, traces, layout)
 
 
-def _rates(
-    points: Iterable[tuple[float | None, float | None]], unit: float
-) -> list[tuple[float, float | None]]:
-    """The learning rates that were tried, from below."""
+def _rates(points: Iterable[TriedRate], unit: float) -> list[tuple[float, float | None]]:
+    """The learning rates that were tried and their scores, in ascending order."""
     tried = [
-        (rate, score)
-        for factor, score in points
-        if factor is not None and 0 < (rate := factor * unit) < math.inf
+        (rate, point.score)
+        for point in points
+        if point.factor is not None and 0 < (rate := point.factor * unit) < math.inf
     ]
     return sorted(tried, key=_first)
 
@@ -81,44 +79,47 @@ def _scores(name: str, points: Sequence[tuple[float, float]], place: int) -> Tra
     }
 
 
-COMPARED = {
+HOW_COMPARED = {
     "probe": ", scored by the probe",
     "held out": ", scored on batches that none of them trained on",
     "losses": ", and its mean loss in the second half of them",
 }
 
 
-def _scouted(seen: SearchRecord, unit: float, num_above: int, lost: Sequence[float]) -> str:
-    how = COMPARED.get(seen.by, "")
-    told = [f"Every point is a replica that trained alone for a few steps{how}; lower is better."]
+def _caption(event: SearchEvent, unit: float, num_above: int, lost: Sequence[float]) -> str:
+    """What the points are, what was found, and what the run continues with."""
+    how = HOW_COMPARED.get(event.compared_by, "")
+    sentences = [
+        f"Every point is a replica that trained alone for a few steps{how}; lower is better."
+    ]
     if num_above:
-        told.append(f"{num_above} of them lie above the frame.")
+        sentences.append(f"{num_above} of them lie above the frame.")
     if lost:
-        told.append(f"At {brief(min(lost))} nothing finite was left.")
-    if seen.found is not None:
-        told.append(f"Chosen: {brief(seen.found * unit)}, {shortened(seen.reason, 120)}.")
-    elif seen.factor is not None:
-        told.append(f"None of them was chosen: {shortened(seen.reason, 120)}.")
-    if seen.factor is not None:
-        why = f": {shortened(seen.why, 120)}" if seen.why else ""
-        begins = f"The schedule peaks at {brief(seen.factor * unit)}"
-        if seen.late:
-            begins = f"From here on learning rates are {brief(seen.factor)} times what they were"
-        told.append(f"{begins}{why}.")
-    return " ".join(told)
+        sentences.append(f"At {brief(min(lost))} nothing finite was left.")
+    if event.found is not None:
+        sentences.append(f"Chosen: {brief(event.found * unit)}, {shortened(event.reason, 120)}.")
+    elif event.factor is not None:
+        sentences.append(f"None of them was chosen: {shortened(event.reason, 120)}.")
+    if event.factor is not None:
+        why = f": {shortened(event.factor_reason, 120)}" if event.factor_reason else ""
+        begins = f"The schedule peaks at {brief(event.factor * unit)}"
+        if event.mid_run:
+            begins = f"From here on learning rates are {brief(event.factor)} times what they were"
+        sentences.append(f"{begins}{why}.")
+    return " ".join(sentences)
 
 
 def _first(pair: tuple[float, float | None]) -> float:
     return pair[0]
 
 
-def _frame(low: float, high: float) -> dict[str, Any]:
+def _score_range(low: float, high: float) -> dict[str, Any]:
     margin = 0.08 * (high - low)
     ends = [low - margin, high + margin]
     return {"range": ends} if margin > 0 and all(map(math.isfinite, ends)) else {}
 
 
-def _upright(rate: float) -> dict[str, Any]:
+def _vertical_line(rate: float) -> dict[str, Any]:
     line = {"color": "@c2", "width": 2, "dash": "dash"}
     ends = {"x0": rate, "x1": rate, "y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
     return {"type": "line", "layer": "below", "line": line, **ends}

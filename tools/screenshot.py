@@ -1,4 +1,4 @@
-"""Takes a picture of a report: python docs/screenshot.py REPORT.html PICTURE.png [HEIGHT]."""
+"""Takes a picture of a report: python tools/screenshot.py REPORT.html PICTURE.png [HEIGHT]."""
 
 import shutil
 import sys

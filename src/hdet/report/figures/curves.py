@@ -1,12 +1,14 @@
-"""What a plot is, and the numbers that several plots share."""
+"""Curves of a history that several plots share, and the marks of the controller's moves."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hdet.records.reader import History, KnobRecord
-from hdet.report.plotly import Trace, known, mean
+from hdet.records.events import KnobEntry
+from hdet.records.history import History
+from hdet.report.plotly import known, mean
 
 MAX_STAYS = 600
+"""Beyond this number, cycles without a move get no mark."""
 
 
 class Marker(NamedTuple):
@@ -26,48 +28,35 @@ MOVES = {
 }
 
 Labelled = tuple[str, History]
-
-
-class Plot(NamedTuple):
-    """A plot and the plain sentences that go with it."""
-
-    title: str
-    caption: str
-    data: list[Trace]
-    layout: dict[str, Any]
-    size: str = "wide"
-    """How much room it asks for: `wide`, `most`, `rest` or `half` of a row."""
-
-
-# Curves of a history -------------------------------------------------------------------------
+"""A run and the name that the report gives it."""
 
 
 def mean_loss(history: History) -> list[tuple[int, float]]:
-    """The mean of the replicas' training losses, where any is known."""
+    """The mean of the replicas' training losses, at the end of each cycle that has losses."""
     pairs = [(cycle.step, known(cycle.losses)) for cycle in history.cycles]
     return [(step, mean(losses)) for step, losses in pairs if losses]
 
 
 def centres(history: History, name: str) -> list[tuple[int, float]]:
-    """The centre of the spread of a knob, at the end of every cycle."""
+    """The centre of the spread of a knob, at the end of each cycle."""
     pairs = [(step, centre_of(knob)) for step, knob in history.knob(name)]
     return [(step, centre) for step, centre in pairs if centre is not None]
 
 
-def centre_of(knob: KnobRecord) -> float | None:
-    """What the consensus is trained with; in records from before it was noted, the mean."""
+def centre_of(knob: KnobEntry) -> float | None:
+    """The centre of the spread; in early records, which lack it, the mean of the replicas."""
     values = known(knob.values)
     return mean(values) if knob.centre is None and values else knob.centre
 
 
 def other_measures(histories: Iterable[History]) -> list[str]:
-    """The measures that get plots of their own: all but the held-out loss."""
+    """The measures that get plots of their own: all except the held-out loss."""
     names = dict.fromkeys(name for history in histories for name in history.measure_names)
     return [name for name in names if name != "loss"]
 
 
 def blocks(points: Sequence[tuple[int, float]], length: int) -> list[tuple[int, float | None]]:
-    """The mean of every so many points, at the last of their steps.
+    """The mean of each group of `length` points, at the last of their steps.
 
     >>> blocks([(1, 0.0), (2, 1.0), (3, 4.0)], length=2)
     [(2, 0.5), (3, 4.0)]

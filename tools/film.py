@@ -1,8 +1,9 @@
-"""Films a command in text: what its terminal showed at some moments, one picture after another.
+"""Films a command: writes the text of its terminal at given moments to a file.
 
-    python docs/film.py docs/demo.txt 100x22 5,30,60 -- hdet demo
+    python tools/film.py docs/demo.txt 100x22 5,30,60 -- hdet demo
 
-needs `pip install pyte`. The last picture is the screen at the end.
+The arguments are the file, the size of the terminal, the moments in seconds, and the command. The
+last picture is the screen at the end. Needs `pip install pyte`.
 """
 
 import fcntl
@@ -19,7 +20,7 @@ import pyte
 
 
 def film(command: list[str], columns: int, rows: int, moments: list[float]) -> list[str]:
-    """The screen at each moment (in seconds), and at the end."""
+    """The screen of the command at each moment, in seconds, and at the end."""
     screen = pyte.Screen(columns, rows)
     stream = pyte.ByteStream(screen)
     child, terminal = pty.fork()
@@ -42,6 +43,7 @@ def film(command: list[str], columns: int, rows: int, moments: list[float]) -> l
 
 
 def picture(screen: pyte.Screen) -> str:
+    """The text on the screen, without the blanks around it."""
     return "\n".join(line.rstrip() for line in screen.display).strip("\n")
 
 
