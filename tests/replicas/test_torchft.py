@@ -106,8 +106,9 @@ def run(
 def serve(min_replicas: int) -> Iterator[str]:
     from torchft.coordination import LighthouseServer
 
+    # On a busy machine a replica may be late, and its heartbeats may be rare.
     server = LighthouseServer(
-        bind="[::]:0", min_replicas=min_replicas, join_timeout_ms=2000, heartbeat_timeout_ms=1000
+        bind="[::]:0", min_replicas=min_replicas, join_timeout_ms=60_000, heartbeat_timeout_ms=5000
     )
     yield server.address()
     server.shutdown()
@@ -444,7 +445,7 @@ def is_behind(rank: int, lighthouse: str, folder: str) -> tuple[list[Moment], li
     calls: list[Any] = []
 
     def meddle(replicas: TorchftReplicas) -> None:
-        commit, call, num = replicas.commit, replicas.call, 0
+        commit, check_members, num = replicas.commit, replicas.check_members, 0
 
         def failing() -> bool:
             nonlocal num
@@ -454,10 +455,10 @@ def is_behind(rank: int, lighthouse: str, folder: str) -> tuple[list[Moment], li
             return commit()
 
         def noted() -> Any:
-            calls.append(call())
+            calls.append(check_members())
             return calls[-1]
 
-        replicas.commit, replicas.call = failing, noted  # type: ignore[method-assign]
+        replicas.commit, replicas.check_members = failing, noted  # type: ignore[method-assign]
 
     given: Any = {"controller": hdet.PaperController(), "record": f"{folder}/{rank}"}
     told = run(rank, lighthouse, lambda told: not told or told[-1].step < 6 * T, meddle, **given)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad
 
 from hdet.control.knob_bank import KnobBank
@@ -14,13 +13,8 @@ from hdet.knobs.specs import DialKnob, LearningRate
 from hdet.lr_search.constants import MIN_LOSS_ROUND_STEPS, MIN_MEAN_SHARE
 from hdet.lr_search.plan import check_room, sweep_steps
 from hdet.lr_search.scout import Scout
-from hdet.replicas.device_mesh import is_sharded
-from hdet.replicas.error_feedback import AllToAll
-from hdet.replicas.process import ProcessReplicas
+from hdet.replicas.device_mesh import ddp_modules
 from hdet.replicas.protocol import Replicas
-from hdet.replicas.stacked.optimizer import StackedOptimizer
-from hdet.replicas.stacked.replicas import StackedReplicas
-from hdet.replicas.torchft import TorchftReplicas, is_of_torchft, shares_gradients
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.settings import Settings
 from hdet.weights.outer_optimizer import describe_outer
@@ -37,14 +31,15 @@ def why_no_default_scout(
     probes: bool,
 ) -> str | None:
     """Why a scout that nobody has asked for is left out; none if it is not."""
-    if isinstance(replicas, TorchftReplicas):
+    if replicas.capabilities.is_elastic:
         return "replicas that come and go cannot wait for each other's rounds"
     if replicas.size == 1:
         return "there is one replica (on one device, hdet.StackedReplicas makes several of it)"
     problem = why_no_scout(base, model, replicas, gradients)
     if problem is not None or model is None:
         return problem
-    if gradients == "shared" and isinstance(replicas, ProcessReplicas) and not _ddp_modules(model):
+    needs_wrapper = gradients == "shared" and replicas.capabilities.needs_wrapped_model
+    if needs_wrapper and not ddp_modules(model):
         return "under FSDP2 it waits to be asked for: `scout=hdet.Scout()`"
     shares = base.shares(total_steps)
     if shares is not None and shares.mean < MIN_MEAN_SHARE:
@@ -83,20 +78,7 @@ def why_no_scout(
         return "a scout cannot be used with SyncBatchNorm, which mixes what replicas compute"
     if base.wants_metric:
         return "a scout cannot be used under ReduceLROnPlateau"
-    if not isinstance(replicas, ProcessReplicas) or replicas.size == 1:
-        return None
-    if any(module.static_graph for module in _ddp_modules(model)):
-        return "gradients cannot be local under DDP(static_graph=True)"
-    if gradients == "shared" and not (_ddp_modules(model) or is_sharded(model)):
-        return (
-            "`scout` must know what shares the gradients, got a model outside DDP and FSDP2: give "
-            "the wrapped one, or `gradients='local'`"
-        )
-    return None
-
-
-def _ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
-    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    return replicas.problem_with_switching(model, gradients)
 
 
 def drop_impossible_scout(
@@ -127,8 +109,8 @@ def check_compatible(
     settings: Settings, base: BaseSchedule, replicas: Replicas, model: nn.Module | None
 ) -> None:
     """Settings that do not go with each other, with the schedule or with the model."""
-    if isinstance(base.optimizer, StackedOptimizer) and not isinstance(replicas, StackedReplicas):
-        raise ValueError("`replicas=` must be the StackedReplicas whose optimizer this is.")
+    if problem := replicas.problem_with(model, base.optimizer, settings.gradients):
+        raise ValueError(f"{problem}.")
     if settings.gradients == "local" and model is None:
         raise ValueError("`gradients='local'` needs `model=`, got None.")
     if settings.probe is not None and None in replicas.modules(model):
@@ -146,13 +128,14 @@ def check_compatible(
     for name in ("scout", "guard"):
         if getattr(settings, name) is not None and not rates:
             raise ValueError(f"`{name}` needs hdet.lr() among the knobs, got none.")
-    if isinstance(replicas, TorchftReplicas):
-        _check_elastic(settings, base, model)
+    if replicas.capabilities.is_elastic:
+        _check_elastic(settings)
     if settings.probe is not None and settings.gradients == "shared":
         _check_dials(settings)
     if settings.overlap:
         _check_overlap(settings)
-    if settings.compress is not None and replicas.size > 1 and not isinstance(replicas, AllToAll):
+    can_compress = replicas.size == 1 or replicas.capabilities.can_compress
+    if settings.compress is not None and not can_compress:
         raise ValueError(
             "`compress` must be None for replicas that share a device: nothing is sent, got "
             f"{settings.compress!r}."
@@ -177,19 +160,8 @@ def check_compatible(
         )
 
 
-def _check_elastic(settings: Settings, base: BaseSchedule, model: nn.Module | None) -> None:
-    """What needs the same replicas from one cycle to the next, and who shares gradients."""
-    if is_of_torchft(base.optimizer):
-        raise ValueError(
-            "`base` must be a schedule of the optimizer inside, got one of torchft's "
-            f"{type(base.optimizer).__name__}: step that one in your loop."
-        )
-    shared = "shared" if shares_gradients(model) else "local"
-    if settings.gradients != shared:
-        raise ValueError(
-            f"`gradients` must be {shared!r} for this model, got {settings.gradients!r}: over a "
-            "torchft manager they are shared by torchft.DistributedDataParallel, and else local."
-        )
+def _check_elastic(settings: Settings) -> None:
+    """Refuse what needs the same replicas from one cycle to the next."""
     for name, usual in (
         ("scout", None),
         ("guard", None),

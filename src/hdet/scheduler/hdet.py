@@ -24,8 +24,7 @@ from hdet.knobs.specs import LearningRate, flatten_knobs
 from hdet.lr_search.scout import Scout
 from hdet.records.events import converge_event
 from hdet.replicas.factory import default_replicas
-from hdet.replicas.protocol import Replicas
-from hdet.replicas.torchft import Interrupted, TorchftReplicas
+from hdet.replicas.protocol import Interrupted, Replicas
 from hdet.scheduler import state
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import drop_impossible_scout
@@ -86,7 +85,7 @@ class HDET(LRScheduler):
             total = wrapped.total_steps if total_steps is None else total_steps
             named = None if knobs is None else tuple(flatten_knobs(knobs))
             # Snapshots of a guard would be another one's for whoever joins.
-            elastic = isinstance(replicas, TorchftReplicas)
+            elastic = replicas.capabilities.is_elastic
             guards = None if guard == "auto" and elastic else guard
             given = GivenOptions(spread, sync_every, controller, scout, guards, named)
             settings = Settings(

@@ -24,8 +24,7 @@ from hdet.knobs.binding import BindingContext, BoundKnobs
 from hdet.knobs.specs import bind_knobs, lr_knobs
 from hdet.records.lr_trace import LRTrace
 from hdet.records.writer import Recorder
-from hdet.replicas.protocol import Replicas
-from hdet.replicas.torchft import TorchftReplicas
+from hdet.replicas.protocol import Replicas, is_elastic
 from hdet.scheduler import state
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import check_compatible, check_knobs
@@ -58,7 +57,7 @@ class Run:
     ) -> None:
         """Check everything on all replicas at once, then take the first values."""
         self.replicas = replicas
-        self.elastic = replicas if isinstance(replicas, TorchftReplicas) else None
+        self.elastic = replicas if is_elastic(replicas) else None
         """Where replicas come and go."""
         try:
             self.base, self.settings = prepare(replicas)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hdet
 from benchmarks.models import GPT, ResNet18, Size, gpt_loss, image_loss
+from hdet.lr_search.constants import MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N = 4
@@ -89,8 +90,7 @@ def test_batches_that_are_held_out_score_the_same_captured(name: str) -> None:
         ensemble = hdet.StackedReplicas(model, N)
         if compiled:
             ensemble.compile()
-        held = ensemble.hold_out()
-        assert held is not None
+        held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
         while held.steps_left:
             ensemble.losses(loss_function, *batch).sum().backward()
             held.end_step()

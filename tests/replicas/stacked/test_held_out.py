@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
-from hdet.replicas.stacked.held_out import MAX_CALLS, HeldOutBatches
+from hdet.lr_search.constants import MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
+from hdet.replicas.protocol import HeldOutBatches
+from hdet.replicas.stacked.held_out import MAX_CALLS
 from tests.scheduler.test_search_trial import LR, STEPS, N, Run, net
 from tests.small_run import batch, loss_of
 
@@ -118,8 +119,7 @@ def test_both_ways_of_running_replicas_score_the_same(mode: Any) -> None:
     torch.manual_seed(0)
     model = net()
     ensemble = hdet.StackedReplicas(model, N, mode=mode)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     for step in range(KEPT):
         ensemble.losses(loss_of, torch.cat([batch(step, replica) for replica in range(N)]))
         held.end_step()
@@ -134,8 +134,7 @@ def test_both_ways_of_running_replicas_score_the_same(mode: Any) -> None:
 def test_many_replicas_score_eight_parts_of_one_batch() -> None:
     num = 2 * NUM_HELD_OUT_PARTS
     ensemble = hdet.StackedReplicas(net(), num)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     assert held.steps_left == 1
     ensemble.losses(loss_of, torch.cat([batch(0, replica) for replica in range(num)]))
     held.end_step()
@@ -253,8 +252,7 @@ def test_points_of_other_batches_are_moved_to_those_of_before() -> None:
 
 def small(mode: Any = "auto") -> tuple[hdet.StackedReplicas, Any]:
     ensemble = hdet.StackedReplicas(net(), N, mode=mode)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     return ensemble, held
 
 
@@ -503,8 +501,7 @@ def test_every_part_is_scored_with_the_buffers_of_now() -> None:
     model = Rebinding().double()
     twin = copy.deepcopy(model)
     ensemble = hdet.StackedReplicas(model, N, mode="loop")
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     for step in range(KEPT):
         ensemble.losses(loss_of, global_batch(step))
         held.end_step()
@@ -540,8 +537,7 @@ def test_dropout_draws_anew_for_every_part() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
     ensemble = hdet.StackedReplicas(model, 8)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     x = batch(0, 0).repeat(8, 1)  # all parts are the same
     ensemble.losses(loss_of, x)
     held.end_step()
