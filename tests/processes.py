@@ -1,10 +1,10 @@
 """Real processes for tests: a pool that runs a function in N of them, joined by gloo on loopback.
 
-Starting an interpreter with torch takes seconds, so the processes stay between tests. Each test gets
-a fresh process group. A process that hangs or dies fails its test, and the pool starts again.
+Starting an interpreter with torch takes seconds, so the processes stay between tests. Each test
+gets a fresh process group. A process that hangs or dies fails its test, and the pool starts again.
 
-No test has a time limit: on a busy machine everything takes longer. A process counts as hanging only
-if it uses no CPU time for `IDLE_SECONDS`.
+No test has a time limit: on a busy machine everything takes longer. A process counts as hanging
+only if it uses no CPU time for `IDLE_SECONDS`.
 """
 
 import multiprocessing
