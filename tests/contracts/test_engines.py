@@ -12,7 +12,14 @@ from torch import Tensor
 import hdet
 from hdet.control.assignment import assignment
 from hdet.replicas.process import ProcessReplicas
-from hdet.replicas.protocol import Replicas, SingleReplica
+from hdet.replicas.protocol import (
+    AllToAllReplicas,
+    Capabilities,
+    ElasticReplicas,
+    RecordingReplicas,
+    Replicas,
+    SingleReplica,
+)
 from tests import reference
 from tests.engines import ENGINES, PEAKS, TASKS, Trainer
 from tests.processes import Processes
@@ -104,6 +111,20 @@ def test_single_replica_follows_the_replicas_protocol() -> None:
         [[0.0] * 2] * 2,
         [[0.0, 7.0]],
     )
+
+
+def test_capabilities_of_an_engine_match_its_members() -> None:
+    # The annotations let mypy check that an engine has all members of its protocol.
+    elastic: type[ElasticReplicas] = hdet.TorchftReplicas
+    compressing: type[AllToAllReplicas] = ProcessReplicas
+    recording: type[RecordingReplicas] = hdet.StackedReplicas
+    single: type[Replicas] = SingleReplica
+    engines: list[Any] = [elastic, compressing, recording, single]
+    for engine in engines:
+        capabilities: Capabilities = engine.capabilities
+        assert capabilities.is_elastic == hasattr(engine, "start_quorum") == (engine is elastic)
+        assert capabilities.can_compress == hasattr(engine, "all_to_all") == (engine is compressing)
+        assert capabilities.records_calls == hasattr(engine, "hold_out") == (engine is recording)
 
 
 # The same numbers ----------------------------------------------------------------------------

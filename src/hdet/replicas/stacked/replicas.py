@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_map
 
 from hdet._validation import check_choice, check_integer
 from hdet.knobs.dial import remember_copies, sharing_dials
-from hdet.replicas.protocol import Capabilities, HeldOutBatches, Means, Rows
+from hdet.replicas.protocol import Capabilities, HeldOutBatches
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.held_out import RecordedBatches
+from hdet.replicas.stacked.local_replicas import LocalReplicas
 from hdet.replicas.stacked.module_stack import ModuleStack
 from hdet.replicas.stacked.optimizer import StackedOptimizer, copy_for_module
 from hdet.replicas.stacked.recorded_calls import LossFunction
-from hdet.replicas.stacked.rows import copy_rows_, maximum_of_rows, mean_of_rows
+from hdet.replicas.stacked.rows import copy_rows_, mean_of_rows
 from hdet.tensors.dtensor import check_initialised
-from hdet.tensors.ops import are_finite
 
 
-class StackedReplicas:
+class StackedReplicas(LocalReplicas):
     """N replicas of a model on its device. The model itself becomes replica 0.
 
     Parameters and buffers are stacked, [N, ...]. Each replica is a module whose tensors are slices
@@ -52,7 +52,6 @@ class StackedReplicas:
     """
 
     capabilities = Capabilities(records_calls=True)
-    parts, part = 1, 0
 
     def __init__(
         self, model: nn.Module, num: int, *, mode: Literal["auto", "vmap", "loop"] = "auto"
@@ -60,8 +59,7 @@ class StackedReplicas:
         check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("auto", "vmap", "loop"))
         _check_model(model)
-        self.size = num
-        self.local = range(num)
+        super().__init__(num)
         with sharing_dials():
             self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
         if num > 1:
@@ -201,41 +199,6 @@ class StackedReplicas:
         known = self._optimizer.steered if steered is None else set(steered)
         self._optimizer.steered = {"lr", *known}
         return self._optimizer.each
-
-    def unreplicated(self, named: Mapping[str, Tensor]) -> Collection[str]:
-        return ()
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def gather_parts(self, rows: Tensor) -> Tensor:
-        return rows[:, None]
-
-    def gather_objects(self, description: Any) -> list[Any]:
-        return [description]
-
-    def are_finite(self, rows: Rows) -> Tensor:
-        return torch.stack([are_finite(row) for row in rows])
-
-    @torch.no_grad()
-    def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
-        copy_rows_(rows, mean_of_rows(rows, fit))
-        return 0
-
-    @torch.no_grad()
-    def begin_average(self, rows: Rows) -> Means:
-        means = [mean.clone() for mean in mean_of_rows(rows, range(self.size))]
-        return lambda: means
-
-    @torch.no_grad()
-    def maximum_(self, rows: Rows) -> int:
-        copy_rows_(rows, maximum_of_rows(rows))
-        return 0
-
-    @torch.no_grad()
-    def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
-        copy_rows_([rows[target] for target in targets], rows[source])
-        return 0
 
     def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
         self._forward.shares_gradients = shared
