@@ -53,15 +53,14 @@ class ProcessReplicas(CollectiveReplicas):
 
     Example:
         >>> import hdet, torch
-        >>> def main(model, optimizer, total_steps):  # in every process that torchrun starts
+        >>> def main(model, schedule_of):  # in every process that torchrun starts
         ...     mesh = torch.distributed.init_device_mesh(
         ...         "cuda", (2, 4), mesh_dim_names=("replicate", "shard")
         ...     )
         ...     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         ...     replicas = hdet.ProcessReplicas(mesh["replicate"])
-        ...     return hdet.HDET(
-        ...         optimizer, total_steps=total_steps, model=model, replicas=replicas
-        ...     )
+        ...     return hdet.HDET(schedule_of(optimizer), model=model, replicas=replicas)
     """
 
     capabilities = Capabilities(can_compress=True, needs_wrapped_model=True)
