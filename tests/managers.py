@@ -9,18 +9,23 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 States = dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]]
-"""How to load and how to save what a replica that joins is given."""
+"""How to load and save the state that a new replica is given."""
+LIMIT = timedelta(minutes=5)
+"""A busy machine is no failure. A replica that has left closes its connections at once."""
 
 
 @contextmanager
 def managed(rank: int, lighthouse: str, states: States) -> Iterator[Any]:
-    warnings.simplefilter("ignore")  # whatever torchft has to say
+    warnings.simplefilter("ignore")  # torchft warns a lot
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        timeout=LIMIT,
+        quorum_timeout=LIMIT,
+        connect_timeout=LIMIT,
         load_state_dict=None,
         state_dict=None,
         min_replica_size=2,

@@ -1,22 +1,33 @@
 """Real processes for tests: a pool that runs a function in N of them, joined by gloo on loopback.
 
-Starting an interpreter with torch takes seconds, so the processes stay between tests; each test
-gets a fresh process group. A process that hangs or dies fails its test, and the pool starts anew.
+Starting an interpreter with torch takes seconds, so the processes stay between tests. Each test
+gets a fresh process group. A process that hangs or dies fails its test, and the pool starts again.
+
+No test has a time limit: on a busy machine everything takes longer. A process counts as hanging
+only if it uses no CPU time for `IDLE_SECONDS`.
 """
 
 import multiprocessing
+import os
+import subprocess
 import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT_SECONDS = 120
+POLL_SECONDS = 5
+"""The time between two looks at the CPU time of processes."""
+IDLE_SECONDS = 300
+"""Processes hang if they use less than `WORK_SECONDS` of CPU time for this long."""
+WORK_SECONDS = 1.0
+"""Threads that only send heartbeats use less than this in `IDLE_SECONDS`."""
 
 
 class RemoteError(AssertionError):
@@ -26,6 +37,66 @@ class RemoteError(AssertionError):
         self.tracebacks = tracebacks
         shown = [f"--- process {i} ---\n{text}" for i, text in enumerate(tracebacks) if text]
         super().__init__("\n".join(shown))
+
+
+class Progress:
+    """Whether processes and their descendants still work, judged by their CPU time."""
+
+    def __init__(self, process_ids: Collection[int]) -> None:
+        self._process_ids = process_ids
+        self._used, self._since = cpu_seconds(process_ids), time.monotonic()
+
+    def has_stalled(self) -> bool:
+        """Whether they have used almost no CPU time for a long time."""
+        used = cpu_seconds(self._process_ids)
+        if abs(used - self._used) >= WORK_SECONDS:  # less, if a descendant has gone
+            self._used, self._since = used, time.monotonic()
+        return time.monotonic() - self._since > IDLE_SECONDS
+
+
+def cpu_seconds(process_ids: Collection[int]) -> float:
+    """The CPU time of processes and their descendants.
+
+    Where the system has no /proc, processes count as working all the time.
+    """
+    if not Path("/proc/self/stat").exists():
+        return time.monotonic()
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        process_id = int(path.parent.name)
+        ticks[process_id] = sum(map(int, fields[11:15]))  # its own, and that of dead children
+        children.setdefault(int(fields[1]), []).append(process_id)
+    total, left = 0, list(process_ids)
+    while left:
+        process_id = left.pop()
+        total += ticks.get(process_id, 0)
+        left += children.get(process_id, [])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """The output of a program and its errors, when it has ended. A program that hangs is killed."""
+    progress = Progress([process.pid])
+    while True:
+        try:
+            return process.communicate(timeout=POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if progress.has_stalled():
+                process.kill()
+                raise
+
+
+def run_program(*command: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end, without a time limit as long as it works."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
+        output, errors = communicate(process)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 class Processes:
@@ -41,15 +112,17 @@ class Processes:
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self._workers[:num]):
                 pipe.send((function, rank, num, str(Path(folder) / "store"), arguments))
-            answers = [self._receive(rank) for rank in range(num)]
+            answers = self._receive(num)
             self._release(num)
         if any(error for _, error in answers):
             raise RemoteError([error for _, error in answers])
         return [value for value, _ in answers]
 
     def _release(self, num: int) -> None:
-        """Only now may they leave the group: one that left while another still joined would
-        look to it like a crash, and functions need not meet in any collective."""
+        """Let the processes leave the group, after all have answered.
+
+        A process that left while another one still joined would look like a crash to it.
+        """
         for _, pipe in self._workers[:num]:
             pipe.send("leave")
 
@@ -69,17 +142,35 @@ class Processes:
             there.close()
             self._workers.append((process, here))
 
-    def _receive(self, rank: int) -> tuple[Any, str | None]:
-        pipe = self._workers[rank][1] if self._workers else None
-        if pipe is None or not pipe.poll(TIMEOUT_SECONDS):
+    def _receive(self, num: int) -> list[tuple[Any, str | None]]:
+        """The answers of all processes. If one dies or all hang, the pool is closed."""
+        answers: dict[int, tuple[Any, str | None]] = {}
+        ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:num])}
+        progress = Progress([process.pid for process, _ in self._workers[:num]])
+        failed_at: float | None = None
+        problem = None
+        while ranks and problem is None:
+            for pipe in wait(list(ranks), POLL_SECONDS):
+                assert isinstance(pipe, Connection)
+                try:
+                    answers[ranks[pipe]] = answer = pipe.recv()
+                except (EOFError, ConnectionError):
+                    answers[ranks[pipe]] = None, "the process died"
+                    problem = "stopped, because another process died"
+                else:
+                    if answer[1] is not None and failed_at is None:
+                        failed_at = time.monotonic()
+                del ranks[pipe]
+            if not ranks or problem is not None:
+                break
+            if progress.has_stalled():
+                problem = f"no answer, and no work for {IDLE_SECONDS} s"
+            # Processes may wait for a failed one in a loop that uses CPU time.
+            if failed_at is not None and time.monotonic() - failed_at > IDLE_SECONDS:
+                problem = f"no answer {IDLE_SECONDS} s after another process failed"
+        if problem is not None:
             self.close()
-            return None, f"no answer within {TIMEOUT_SECONDS} s"
-        try:
-            answer: tuple[Any, str | None] = pipe.recv()
-            return answer
-        except EOFError:
-            self.close()
-            return None, "the process died"
+        return [answers.get(rank, (None, problem)) for rank in range(num)]
 
 
 def _serve(pipe: Connection) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
+from hdet.replicas.protocol import Capabilities
 
 
 def batch(step: int, replica: int) -> Tensor:
@@ -25,8 +26,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 class Unheard(hdet.StackedReplicas):
     """Stacked replicas without a held-out batch, like replicas in processes."""
 
-    def hold_out(self) -> None:
-        return None
+    capabilities = Capabilities()
 
 
 class SmallRun:

@@ -1,24 +1,18 @@
 """Run the example scripts and check what they print and write."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from tests.processes import run_program
+
 ROOT = Path(__file__).parent.parent
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_program(sys.executable, *command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,9 +1,8 @@
-"""Checkpoints of runs on any mesh, by torch's distributed checkpoint: one model, no patchwork.
+"""Checkpoints of runs on any device mesh, by torch's distributed checkpoint.
 
-Torch saves every tensor once, from whichever replica is at hand. Between two converges replicas
-differ, so what would be saved is a model that nobody has trained: its first tensor from one, its
-second from another. Here they converge first. Optimizer states are saved as they are, under the
-names of their parameters: torch's own way makes a step with an optimizer that has none yet.
+Torch saves every tensor once, from any replica. Between two averages replicas differ, so it would
+save a mixture of several models. Here the replicas converge first. Optimizer states are saved under
+the names of their parameters. Torch's own function makes a step with an optimizer without state.
 """
 
 import json
@@ -18,45 +17,81 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Optimizer
 
-from hdet.replicas.stacked.optimizer import StackedOptimizer
+from hdet.replicas.protocol import EngineOptimizer
 from hdet.scheduler.hdet import HDET
 from hdet.tensors.dtensor import WRAPPER_NAMES, layout
 
-OWN = ("params", "param_names")
-"""Entries of a group that belong to a run, and are not settings."""
+NO_SETTINGS = ("params", "param_names")
+"""Entries of a parameter group that are no settings."""
 
-# Torch's own is imported where it is used: it takes a second, which most programs need not spend.
+# torch.distributed.checkpoint is imported where it is used: the import takes a second.
 
 
 def save_checkpoint(
     folder: str | Path, *, model: nn.Module, optimizer: Optimizer, scheduler: HDET
 ) -> None:
-    """Model, optimizer, schedule and outer optimizer of a run, sharded or not, in one folder.
+    """Save model, optimizer, scheduler and outer optimizer of a run, sharded or not.
 
-    All processes must call it. The replicas converge, as by `scheduler.converge()`.
+    All processes must call it together. The replicas converge, as by `scheduler.converge()`.
+
+    Args:
+        folder: Where to save. Each process writes its shards to files in this folder.
+        model: The model of the run, wrapped as it is trained.
+        optimizer: The optimizer of the run.
+        scheduler: The scheduler of the run.
+
+    Raises:
+        TypeError: The optimizer steps stacked replicas, or its state cannot be written as JSON.
+        ValueError: The optimizer has parameters that are not the model's, or plain tensors exist
+            once in each process.
+
+    Example:
+        >>> import tempfile, hdet, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> base = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        >>> scheduler = hdet.HDET(base, model=model, preset="paper")
+        >>> run = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     hdet.save_checkpoint(folder, **run)
+        ...     hdet.load_checkpoint(folder, **run)
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
     parts = _optimizers(model, optimizer, scheduler)
     for one, parameters in parts.values():
-        _others(one, parameters)  # what cannot be saved is told before anybody converges
+        _settings(one, parameters)  # raises what cannot be saved before the replicas converge
     scheduler.converge()
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    # One text: torch would load it entry by entry, and only those that are there already.
+    # One text: torch loads a dictionary entry by entry, and only entries that exist already.
     state["hdet"] = json.dumps(scheduler.state_dict())
     for name, (one, parameters) in parts.items():
-        state[name] = {"tensors": _tensors(one, parameters), "others": _others(one, parameters)}
-    with _without_a_word():
+        state[name] = {"tensors": _tensors(one, parameters), "others": _settings(one, parameters)}
+    with _ignore_single_process_warning():
         save(state, checkpoint_id=str(folder))
 
 
 def load_checkpoint(
     folder: str | Path, *, model: nn.Module, optimizer: Optimizer, scheduler: HDET
 ) -> None:
-    """Go on from a saved run: on the same mesh, on another one, or with another number of replicas.
+    """Load a run that `save_checkpoint` has saved.
 
-    All processes must call it, with a run that was made like the one that was saved.
+    The mesh and the number of replicas may be others than those of the saved run. All processes
+    must call it together. A checkpoint that does not fit changes nothing.
+
+    Args:
+        folder: The folder of the checkpoint.
+        model: A model like the saved one. The weights are loaded into it.
+        optimizer: An optimizer of the same kind and parameter groups. Its state is replaced.
+        scheduler: A scheduler like the saved one. Its state is replaced.
+
+    Raises:
+        TypeError: The optimizer steps stacked replicas.
+        ValueError: Model, optimizer or scheduler do not fit the checkpoint.
+
+    Example:
+        See `save_checkpoint`.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -64,19 +99,21 @@ def load_checkpoint(
 
     saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     parts = _optimizers(model, optimizer, scheduler)
-    known = [name for name in parts if name != "outer" or "outer.others" in saved]  # it may be new
+    known = [
+        name for name in parts if name != "outer" or "outer.others" in saved
+    ]  # the saved run may have none
     texts: dict[str, Any] = {"hdet": "", **{name: {"others": ""} for name in known}}
-    with _without_a_word():
+    with _ignore_single_process_warning():
         load(texts, checkpoint_id=str(folder))
     weights, schedule = get_model_state_dict(model), json.loads(texts["hdet"])
     state: dict[str, Any] = {"model": weights}
-    # Torch loads into the model itself: whatever does not fit is refused before.
+    # Torch loads into the model itself, so everything is checked before.
     scheduler.check_state_dict(schedule)
     _check_model(weights, saved)
     for name in known:
-        _check_alike(name, *parts[name], json.loads(texts[name]["others"]))
-        state[name] = {"tensors": _room(name, parts[name][1], saved)}
-    with _without_a_word():
+        _check_same_kind(name, *parts[name], json.loads(texts[name]["others"]))
+        state[name] = {"tensors": _empty_states(name, parts[name][1], saved)}
+    with _ignore_single_process_warning():
         load(state, checkpoint_id=str(folder))
     set_model_state_dict(model, weights)
     for name, (one, parameters) in parts.items():
@@ -88,8 +125,8 @@ def load_checkpoint(
 
 
 @contextmanager
-def _without_a_word() -> Iterator[None]:
-    """Torch warns that a run of one process is one."""
+def _ignore_single_process_warning() -> Iterator[None]:
+    """Torch warns where a run has one process, which is fine here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
         yield
@@ -98,8 +135,8 @@ def _without_a_word() -> Iterator[None]:
 def _optimizers(
     model: nn.Module, optimizer: Optimizer, scheduler: HDET
 ) -> dict[str, tuple[Optimizer, dict[str, Tensor]]]:
-    """What is saved of optimizers, each with its parameters by name."""
-    if isinstance(optimizer, StackedOptimizer):
+    """The optimizers to save, each with its parameters by name."""
+    if isinstance(optimizer, EngineOptimizer):
         raise TypeError(
             "`optimizer` must be that of one replica in each process, got stacked replicas: call "
             "scheduler.converge(), then save the states of model, optimizer and scheduler by "
@@ -110,7 +147,7 @@ def _optimizers(
             f"parameters {names} exist once in each process but are plain tensors, of which torch "
             "would save a single one: make them DTensors."
         )
-    known = {id(p): _bare(model, name) for name, p in model.named_parameters()}
+    known = {id(p): _unwrapped_name(model, name) for name, p in model.named_parameters()}
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(parameter) not in known for parameter in own):
         raise ValueError(
@@ -126,8 +163,8 @@ def _optimizers(
     return found
 
 
-def _bare(model: nn.Module, name: str) -> str:
-    """The name that a parameter has without wrappers, as in torch's own checkpoints."""
+def _unwrapped_name(model: nn.Module, name: str) -> str:
+    """A parameter's name without wrappers, as in torch's own checkpoints."""
     holder: Any = model
     kept = []
     for part in name.split("."):
@@ -140,6 +177,7 @@ def _bare(model: nn.Module, name: str) -> str:
 
 
 def _tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state."""
     return {
         f"{name}/{key}": value
         for name, parameter in parameters.items()
@@ -148,8 +186,8 @@ def _tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str
     }
 
 
-def _others(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
-    """Kind and groups, and whatever a state holds beside tensors, as a text."""
+def _settings(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
+    """All of an optimizer but tensors, as JSON: its kind, groups and other state entries."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {
         f"{name}/{key}": value
@@ -157,11 +195,11 @@ def _others(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
         for key, value in optimizer.state.get(parameter, {}).items()
         if not isinstance(value, Tensor)
     }
-    told = {
+    settings = {
         "kind": type(optimizer).__name__,
         "members": [sorted(names[id(p)] for p in g["params"]) for g in optimizer.param_groups],
         "groups": [
-            {key: _plain(value) for key, value in group.items() if key not in OWN}
+            {key: _plain(value) for key, value in group.items() if key not in NO_SETTINGS}
             for group in optimizer.param_groups
         ],
         "states": states,
@@ -170,7 +208,7 @@ def _others(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
     try:
         if odd := [key for key in keys if not isinstance(key, str)]:
             raise TypeError(f"its state has a key {odd[0]!r} that is no name")
-        return json.dumps(told)
+        return json.dumps(settings)
     except TypeError as error:
         raise TypeError(
             f"a {type(optimizer).__name__} cannot be saved here, {error}: save such a run "
@@ -185,72 +223,75 @@ def _plain(value: Any) -> Any:
 
 
 def _check_model(weights: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Torch tells what is missing in a checkpoint, and not what is left of it."""
+    """Refuse a checkpoint with more weights than the model: torch checks only for fewer."""
     names = {entry.removeprefix("model.") for entry in saved if entry.startswith("model.")}
     if unknown := names.difference(weights):
         raise ValueError(f"`model` must be the one that was saved, got none of {sorted(unknown)}.")
 
 
-def _check_alike(
-    part: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], told: Mapping[str, Any]
+def _check_same_kind(
+    part: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any]
 ) -> None:
-    mine = json.loads(_others(optimizer, parameters))
+    """Refuse an optimizer of another kind or with other groups than the saved one."""
+    mine = json.loads(_settings(optimizer, parameters))
     for key, what in (("kind", "of the kind"), ("members", "with the groups")):
-        if told.get(key) != mine[key]:
+        if saved.get(key) != mine[key]:
             raise ValueError(
-                f"`{part}` must be {what} that it was saved with, {told.get(key)}, got {mine[key]}."
+                f"`{part}` must be {what} that it was saved with, {saved.get(key)}, got "
+                f"{mine[key]}."
             )
 
 
-def _room(
+def _empty_states(
     part: str, parameters: Mapping[str, Tensor], saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """For what was saved: tensors like their parameters, or numbers on their own."""
+    """Tensors to load saved states into: like their parameters, or of their own shape."""
     prefix = f"{part}.tensors."
     entries = {e.removeprefix(prefix): about for e, about in saved.items() if e.startswith(prefix)}
-    room = {}
+    states = {}
     for entry, about in entries.items():
         name, _, key = entry.rpartition("/")
         parameter, dtype = parameters[name].detach(), about.properties.dtype
         if about.size == parameter.shape and key != "step":
-            room[entry] = torch.zeros_like(parameter, dtype=dtype)
+            states[entry] = torch.zeros_like(parameter, dtype=dtype)
             continue
         if layout(parameter) is not None and len(about.size):
             raise ValueError(
                 f"`{part}` has a state {key!r} of another shape than the parameter {name!r}, which "
                 "is sharded: nobody knows how that was."
             )
-        room[entry] = torch.zeros(about.size, dtype=dtype, device=parameter.device)
-    return room
+        states[entry] = torch.zeros(about.size, dtype=dtype, device=parameter.device)
+    return states
 
 
 def _fill(
     optimizer: Optimizer,
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-    told: Mapping[str, Any],
+    saved: Mapping[str, Any],
 ) -> None:
-    for group, settings in zip(optimizer.param_groups, told["groups"], strict=False):
+    """Give an optimizer the saved settings and states."""
+    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)  # compiled and captured steps know it by its place
+                group[key].fill_(value)  # compiled and captured steps use this memory
             elif isinstance(value, list):
                 group[key] = _filled(group.get(key), value)
             else:
                 group[key] = value
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for entry, value in [*tensors.items(), *told["states"].items()]:
+    for entry, value in [*tensors.items(), *saved["states"].items()]:
         name, _, key = entry.rpartition("/")
         parameter = parameters[name]
         if key == "step" and isinstance(value, Tensor):
-            # Steps are counted on the host, unless the device counts them itself.
+            # Step counts lie on the host, unless the step runs on the device.
             on_device = any(group_of[parameter].get(way) for way in ("fused", "capturable"))
             value = value.to(parameter.device if on_device else "cpu")
         optimizer.state[parameter][key] = value
 
 
 def _filled(old: Any, new: list[Any]) -> tuple[Any, ...]:
-    """Numbers, in the tensors that were there."""
+    """The new values, in the tensors that exist already."""
     if isinstance(old, tuple) and len(old) == len(new):
         return tuple(
             a.fill_(b) if isinstance(a, Tensor) else b for a, b in zip(old, new, strict=True)

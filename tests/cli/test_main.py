@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import hdet
 from hdet.cli import main as cli
 from hdet.records import reader
 from tests.knob_run import Run
+from tests.processes import POLL_SECONDS, Progress, communicate
 from tests.sample_record import write_sample
 
 HDET = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:no scout", "-m", "hdet"]
@@ -190,7 +190,7 @@ def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     shown.stdout.readline()
     for _ in range(2):
         os.killpg(shown.pid, signal.SIGINT)
-    shown.communicate(timeout=120)  # until nobody holds the other end: also no replica
+    communicate(shown)  # until nobody holds the other end: also no replica
     assert shown.returncode == 130
     assert (tmp_path / "checkpoint.pt").exists()
 
@@ -206,7 +206,7 @@ def test_demo_resumes_after_ctrl_c(engine: str, tmp_path: Path) -> None:
     assert stopped.stdout is not None
     assert stopped.stdout.readline().startswith("step 10/160  cycle 1  hdet: loss ")
     stopped.send_signal(signal.SIGINT)
-    text, errors = stopped.communicate(timeout=300)
+    text, errors = communicate(stopped)
     assert stopped.returncode == 130, errors
     assert "the same command with --resume goes on" in text
     told = reader.read(out / "hdet")
@@ -247,7 +247,7 @@ def test_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) 
     assert stop_soon.stdout is not None
     stop_soon.stdout.readline()
     stop_soon.send_signal(signal.SIGINT)
-    stop_soon.communicate(timeout=300)
+    communicate(stop_soon)
     assert stop_soon.returncode == 130
     run("demo", *common, "--replicas", "2", "--engine", "processes", "--resume")
     told = reader.read(tmp_path / "run" / "hdet")
@@ -274,8 +274,10 @@ def test_terminal_gets_a_live_display(tmp_path: Path) -> None:
     )
     os.close(terminal)
     screen = b""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and select.select([master], [], [], 300)[0]:
+    progress = Progress([shown.pid])
+    while not progress.has_stalled():
+        if not select.select([master], [], [], POLL_SECONDS)[0]:
+            continue
         try:
             screen += os.read(master, 65536)
         except OSError:  # the other side is gone

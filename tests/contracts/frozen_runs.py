@@ -422,7 +422,7 @@ ELASTIC = Plan(
 def lighthouse() -> Iterator[str]:
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=2000)
+    server = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=60_000)
     yield server.address()
     server.shutdown()
 

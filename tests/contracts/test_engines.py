@@ -12,7 +12,14 @@ from torch import Tensor
 import hdet
 from hdet.control.assignment import assignment
 from hdet.replicas.process import ProcessReplicas
-from hdet.replicas.protocol import Replicas, SingleReplica
+from hdet.replicas.protocol import (
+    AllToAllReplicas,
+    Capabilities,
+    ElasticReplicas,
+    RecordingReplicas,
+    Replicas,
+    SingleReplica,
+)
 from tests import reference
 from tests.engines import ENGINES, PEAKS, TASKS, Trainer
 from tests.processes import Processes
@@ -85,7 +92,7 @@ def exercise(rank: int, engine: str, num: int, fit: list[int]) -> list[dict[str,
 
 @pytest.mark.parametrize("fit", [[0, 1, 2], [1, 2], [2]])
 @pytest.mark.parametrize("engine", ["processes", "stacked"])
-def test_the_protocol(on: On, engine: str, fit: list[int]) -> None:
+def test_engine_follows_the_replicas_protocol(on: On, engine: str, fit: list[int]) -> None:
     for replica, answer in enumerate(flat(on(engine, 3, exercise, fit))):
         assert answer["size"] == 3
         assert replica in answer["local"]
@@ -97,13 +104,27 @@ def test_the_protocol(on: On, engine: str, fit: list[int]) -> None:
         assert answer["told"] == (3 if engine == "processes" else 1)
 
 
-def test_one_replica_alone_keeps_it_too() -> None:
+def test_single_replica_follows_the_replicas_protocol() -> None:
     (answer,) = exercise(0, "one", 1, [0])
     assert (answer["size"], answer["mean"], answer["gathered"]) == (
         1,
         [[0.0] * 2] * 2,
         [[0.0, 7.0]],
     )
+
+
+def test_capabilities_of_an_engine_match_its_members() -> None:
+    # The annotations let mypy check that an engine has all members of its protocol.
+    elastic: type[ElasticReplicas] = hdet.TorchftReplicas
+    compressing: type[AllToAllReplicas] = ProcessReplicas
+    recording: type[RecordingReplicas] = hdet.StackedReplicas
+    single: type[Replicas] = SingleReplica
+    engines: list[Any] = [elastic, compressing, recording, single]
+    for engine in engines:
+        capabilities: Capabilities = engine.capabilities
+        assert capabilities.is_elastic == hasattr(engine, "start_quorum") == (engine is elastic)
+        assert capabilities.can_compress == hasattr(engine, "all_to_all") == (engine is compressing)
+        assert capabilities.records_calls == hasattr(engine, "hold_out") == (engine is recording)
 
 
 # The same numbers ----------------------------------------------------------------------------
@@ -131,7 +152,7 @@ def expected(task: str) -> reference.Run:
 
 
 @pytest.mark.parametrize("task", ["transformer", "conv"])
-def test_processes_and_stacked_replicas_are_one_run_and_that_of_the_reference(
+def test_processes_and_stacked_replicas_equal_the_reference(
     on: On, tmp_path: Path, task: str
 ) -> None:
     want = expected(task)
@@ -237,7 +258,7 @@ def lose_one(rank: int, engine: str, num: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_lost_replica_is_left_out_and_comes_back(on: On, engine: str, tmp_path: Path) -> None:
+def test_diverged_replica_is_excluded_and_reseeded(on: On, engine: str, tmp_path: Path) -> None:
     weights = flat(on(engine, 3, lose_one, str(tmp_path)))
     for row in weights[1:]:
         assert all(map(torch.equal, row, weights[0]))
@@ -263,7 +284,7 @@ def look(rank: int, engine: str, num: int, looks: bool) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_look_at_the_consensus_changes_nothing(on: On, engine: str) -> None:
+def test_consensus_changes_nothing_in_the_run(on: On, engine: str) -> None:
     looked, blind = on(engine, 3, look, True), on(engine, 3, look, False)
     for ours, theirs in zip(looked, blind, strict=True):
         for part in (1, 2):
@@ -286,7 +307,7 @@ def distances(rank: int, engine: str, num: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_distance_of_a_small_model_is_exact(on: On, engine: str, tmp_path: Path) -> None:
+def test_recorded_distance_of_a_small_model_is_exact(on: On, engine: str, tmp_path: Path) -> None:
     """Below 4096 parameters the sample is all of them."""
     rows = torch.stack(flat(on(engine, 3, distances, str(tmp_path))))
     want = (rows - rows.mean(0)).norm(dim=1) / rows.mean(0).norm()
@@ -300,7 +321,7 @@ def switched_off(rank: int, engine: str, num: int) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_switched_off_it_is_the_base_schedule(on: On, engine: str) -> None:
+def test_run_without_spread_and_controller_is_the_base_schedule(on: On, engine: str) -> None:
     """Replicas that share gradients and learning rates never differ; a plain loop says so too."""
     rows = flat(on(engine, 2, switched_off))
     assert all(map(torch.equal, rows[0], rows[1]))

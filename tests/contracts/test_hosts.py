@@ -6,7 +6,6 @@ them the tests are skipped, or fail if HDET_HOSTS=required.
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.result_file import ROOT
 from benchmarks.systems.hosts import Hosts, environment
+from tests.processes import run_program
 
 NEEDED = os.environ.get("HDET_HOSTS") == "required"
 STEPS, WIDTH = 100, 512
@@ -46,15 +46,7 @@ def hosts() -> Iterator[Hosts]:
 def on_one_host(*arguments: str) -> str:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *arguments],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = run_program(sys.executable, *torchrun, *arguments, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -195,7 +195,7 @@ def test_stages_of_a_pipeline_equal_the_reference(processes: Processes) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_a_stage_without_a_loss_says_nothing_of_it() -> None:
+def test_pipeline_stage_without_a_loss_does_not_count_in_the_mean() -> None:
     """Mean, number, error, step, finite, bad buffers, size of the state, first loss."""
     silent = [0.0, 0.0, 0.0, 5.0, 1.0, 0.0, 7.0, math.nan]
     heard = [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 3.0]
@@ -318,7 +318,7 @@ def train_on_eight(rank: int, folder: str) -> list[Tensor]:
     return train(rank, EIGHT, "local", "sgd", folder, total=24)
 
 
-def test_shards_and_tensor_parallelism_in_a_replica(tmp_path: Path) -> None:
+def test_replica_with_fsdp2_and_tensor_parallelism_equals_the_reference(tmp_path: Path) -> None:
     want = expected(EIGHT, "local", "sgd", total=24).parameters
     pool = Processes(most=8)
     trained = pool(8, train_on_eight, str(tmp_path))
@@ -409,7 +409,7 @@ def small_ones(rank: int) -> dict[str, tuple[list[Tensor], dict[str, float]]]:
 
 
 @pytest.mark.parametrize("what", OPTIONS)
-def test_whatever_happens_to_a_run_happens_to_a_sharded_one(
+def test_sharded_run_with_all_features_equals_an_unsharded_one(
     what: str, alike: list[dict[str, tuple[list[Tensor], dict[str, float]]]]
 ) -> None:
     want, knobs = small(None, what)
@@ -530,12 +530,12 @@ def told(fresh: Processes) -> list[dict[str, Any]]:
     return fresh(4, one_of_all)
 
 
-def test_a_process_knows_its_place(told: list[dict[str, Any]]) -> None:
+def test_process_knows_its_replica_and_part(told: list[dict[str, Any]]) -> None:
     places = [each["place"] for each in told]
     assert places == [(2, [r], 2, part) for r in (0, 1) for part in (0, 1)]
 
 
-def test_shards_are_compressed_where_they_lie(told: list[dict[str, Any]]) -> None:
+def test_compressed_average_of_shards_is_close_to_the_exact_one(told: list[dict[str, Any]]) -> None:
     first = [p.detach() for p in net().parameters()]
     for each in told:
         for mine, same, exact, begun in zip(
@@ -562,12 +562,12 @@ def test_a_sharded_model_is_perturbed_like_a_whole_one(told: list[dict[str, Any]
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_what_exists_once_is_left_alone(told: list[dict[str, Any]]) -> None:
+def test_parameters_in_keep_out_are_not_averaged(told: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(told):
         assert each["kept out"] == ([2.0 * rank + rank, 2.0 * rank + 1 + rank], [rank, rank])
 
 
-def test_bad_layouts_are_refused_by_all(told: list[dict[str, Any]]) -> None:
+def test_layouts_that_do_not_fit_are_refused_on_all_processes(told: list[dict[str, Any]]) -> None:
     for each in told:
         whole_world, pattern, mismatch, no_list = each["refused"]
         assert "sharded over the processes that are to be replicas" in whole_world
@@ -674,7 +674,9 @@ def kept(fresh: Processes, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     return fresh(4, saved_and_loaded, str(tmp_path_factory.mktemp("dcp")))
 
 
-def test_a_checkpoint_in_mid_cycle_is_one_model_and_resumes(kept: list[dict[str, Any]]) -> None:
+def test_checkpoint_within_a_cycle_holds_one_model_and_resumes_exactly(
+    kept: list[dict[str, Any]],
+) -> None:
     one, other = kept[0]["apart"][0], kept[0]["apart"][2]
     assert not any(a.equal(b) for a, b in zip(one, other, strict=True))  # replicas were apart
     for each in kept:
@@ -684,7 +686,7 @@ def test_a_checkpoint_in_mid_cycle_is_one_model_and_resumes(kept: list[dict[str,
             assert ours.equal(want)
 
 
-def test_it_loads_on_another_mesh(kept: list[dict[str, Any]]) -> None:
+def test_checkpoint_loads_on_another_mesh(kept: list[dict[str, Any]]) -> None:
     for each in kept:
         for ours, want in zip(each["on four"], kept[0]["saved"], strict=True):
             assert ours.equal(want)
@@ -717,7 +719,7 @@ def wrapped() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_optimizer_goes_on(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_resumes_every_optimizer(kind: str, tmp_path: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "capturable" and device == "cpu":
         pytest.skip("torch makes such steps on a device only")
@@ -743,7 +745,7 @@ def few_steps(run: tuple[nn.Module, Any, hdet.HDET]) -> None:
 
 
 @pytest.mark.parametrize("makes", [(net, wrapped), (wrapped, net)])
-def test_wrappers_change_no_names(makes: Any, tmp_path: Path) -> None:
+def test_checkpoint_names_do_not_depend_on_wrappers(makes: Any, tmp_path: Path) -> None:
     first, again = (one_replica(make(), "adamw") for make in makes)
     few_steps(first)
     hdet.save_checkpoint(tmp_path / "saved", **names(first))
@@ -752,7 +754,7 @@ def test_wrappers_change_no_names(makes: Any, tmp_path: Path) -> None:
         assert ours.equal(want) and want.any()
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_checkpoint_that_does_not_fit_is_refused_without_changes(tmp_path: Path) -> None:
     first = one_replica(net(), "adamw")
     few_steps(first)
     hdet.save_checkpoint(tmp_path / "saved", **names(first))
@@ -778,7 +780,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
         hdet.load_checkpoint(tmp_path / "saved", **names(shorter))
 
 
-def test_what_cannot_be_saved_is_told(tmp_path: Path) -> None:
+def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     run = one_replica(net(), "adamw")
     few_steps(run)
     run[1].state[run[0][0].weight]["history"] = [torch.ones(2)]  # type: ignore[index]
@@ -786,7 +788,7 @@ def test_what_cannot_be_saved_is_told(tmp_path: Path) -> None:
         hdet.save_checkpoint(tmp_path / "saved", **names(run))
 
 
-def test_stacked_replicas_are_saved_otherwise() -> None:
+def test_save_checkpoint_refuses_stacked_replicas() -> None:
     ensemble = hdet.StackedReplicas(net(), 2)
     model = ensemble.modules(None)[0]
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -908,12 +910,12 @@ def hidden(rank: int) -> str:
     )
 
 
-def test_what_ddp_hides_is_not_saved(trained: Trained) -> None:
+def test_save_checkpoint_refuses_parameters_that_ddp_hides(trained: Trained) -> None:
     for told in trained.told:
         assert "exist once" in told.said or "DDP over tensor parallelism hides them" in told.said
 
 
-def test_wires_inside_a_replica_are_left_alone(fresh: Processes) -> None:
+def test_gradient_averaging_inside_a_replica_stays_on(fresh: Processes) -> None:
     for told in fresh(4, crossed):
         assert told["inside"] == (True, False)
         assert "got processes [0, 1, 2, 3] that do both" in told["both"]
@@ -935,7 +937,7 @@ def unflattened(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
     return replicas.parts, told, steps(rank, hybrid(), 7)
 
 
-def test_a_mesh_may_be_unflattened_from_another(fresh: Processes) -> None:
+def test_replicas_may_be_a_dimension_of_an_unflattened_mesh(fresh: Processes) -> None:
     for parts, ours, theirs in fresh(4, unflattened):
         assert parts == 2
         assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
@@ -984,7 +986,7 @@ def odd_moments(rank: int, folder: str) -> list[bool]:
     return same
 
 
-def test_a_run_is_saved_at_any_moment(fresh: Processes, tmp_path: Path) -> None:
+def test_checkpoint_can_be_saved_at_any_moment(fresh: Processes, tmp_path: Path) -> None:
     """Before its first step, with a parameter that has no state, and while it scouts."""
     for same in fresh(4, odd_moments, str(tmp_path)):
         assert same == [True, True, True]

@@ -27,7 +27,7 @@ N, T, S, LR, ALPHA = 4, 5, 33, 0.02, 0.25
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=3 * BLOCK))
-def test_a_code_is_off_by_half_a_step_at_most(numbers: list[float]) -> None:
+def test_codec_error_is_at_most_half_a_quantization_step(numbers: list[float]) -> None:
     padded = numbers + [0.0] * (-len(numbers) % BLOCK)
     rows = torch.tensor([padded, [-number for number in padded]])
     steps = rows.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True) / 127
@@ -39,7 +39,7 @@ def test_a_code_is_off_by_half_a_step_at_most(numbers: list[float]) -> None:
     assert bool(((half - rows).abs() <= rows.abs() * 2.0**-8 + 1e-38).all())
 
 
-def test_how_long_a_code_is() -> None:
+def test_codec_output_has_the_expected_length() -> None:
     rows = torch.zeros(2, 4 * BLOCK)
     assert BF16().encode(rows).nbytes == rows.nbytes // 2
     assert Int8().encode(rows).nbytes == rows.nbytes // 4 + 2 * 4 * 4
@@ -138,7 +138,7 @@ def train(part: int, model: nn.Module, optimizer: Any, scheduler: hdet.HDET, ste
 
 
 @pytest.mark.parametrize(("kind", "outer"), [("int8", False), ("bf16", True)])
-def test_processes_equal_the_plain_loop(
+def test_compressed_average_of_processes_equals_the_plain_loop(
     processes: Processes, tmp_path: Path, kind: str, outer: bool
 ) -> None:
     first, *others = processes(N, run, kind, outer, str(tmp_path / "run"))
@@ -170,7 +170,7 @@ def small_changes(rank: int, kind: str) -> Tensor:
     return model.weight.detach()[0]
 
 
-def test_what_is_rounded_off_comes_later(processes: Processes) -> None:
+def test_error_feedback_sends_rounding_errors_later(processes: Processes) -> None:
     first, second = processes(2, small_changes, "int8")
     assert first.equal(second)
     cycles, step = S // T, 1.0 / 127
@@ -196,7 +196,7 @@ def overlapped(rank: int, kind: str | None = "int8") -> tuple[Tensor, Tensor]:
     return mean, vector(model)
 
 
-def test_in_the_background(processes: Processes) -> None:
+def test_overlapped_compressed_average_ends_close_to_the_exact_one(processes: Processes) -> None:
     means, ends = zip(*processes(N, overlapped), strict=True)
     assert all(mean.equal(means[0]) for mean in means)
     assert all(end.equal(ends[0]) for end in ends)
@@ -222,7 +222,9 @@ def heard(rank: int) -> list[int]:
     return told
 
 
-def test_both_halves_are_sent_in_the_background(processes: Processes) -> None:
+def test_overlapped_compressed_average_sends_both_halves_in_the_background(
+    processes: Processes,
+) -> None:
     """The first converge is exact; the mean of the changes goes on a step after they were sent."""
     assert processes(N, heard) == [[2 * T, 2 * T + 1, 3 * T, 3 * T + 1]] * N
 
@@ -243,7 +245,7 @@ def checkpointed(rank: int) -> tuple[Tensor, Tensor]:
     return vector(first[0]), vector(second[0])
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(processes: Processes) -> None:
+def test_resumed_compressed_run_is_bit_equal(processes: Processes) -> None:
     for one, other in processes(2, checkpointed):
         assert one.equal(other)
 
@@ -284,7 +286,7 @@ def mixed(rank: int, overlap: int, folder: str) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_several_dtypes_idle_weights_and_such_that_move(
+def test_compressed_average_handles_several_dtypes_idle_weights_and_new_memory(
     processes: Processes, tmp_path: Path, overlap: int
 ) -> None:
     (first, sent), *others = processes(3, mixed, overlap, str(tmp_path / "run"))
@@ -306,13 +308,15 @@ def loses_one(rank: int) -> Tensor:
     return vector(model)
 
 
-def test_a_replica_that_is_lost_takes_the_mean_of_the_others(processes: Processes) -> None:
+def test_diverged_replica_gets_the_mean_of_the_others_with_compression(
+    processes: Processes,
+) -> None:
     first, *others = processes(3, loses_one)
     assert bool(first.isfinite().all())
     assert all(first.equal(other) for other in others)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_compress_settings_are_refused() -> None:
     model = toy.toy()
     ensemble = hdet.StackedReplicas(model, 2)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -45,7 +45,9 @@ def contract(rank: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["default", "mesh", "pair"])
-def test_every_engine_keeps_the_contract(processes: Processes, kind: str) -> None:
+def test_process_replicas_of_every_group_follow_the_protocol(
+    processes: Processes, kind: str
+) -> None:
     for rank, result in enumerate(processes(4, contract, kind)):
         members = [0, 1, 2, 3] if kind != "pair" else [[0, 1], [2, 3]][rank // 2]
         here = members.index(rank)
@@ -75,7 +77,7 @@ def race(rank: int) -> bool:
     return bool((own == 0.5).all() and (theirs == 1).all())
 
 
-def test_the_converge_does_not_race_the_users_collectives(processes: Processes) -> None:
+def test_average_does_not_race_collectives_of_the_user(processes: Processes) -> None:
     assert processes(2, race) == [True, True]
 
 
@@ -91,11 +93,11 @@ def local_gradients(rank: int) -> tuple[float, float, float]:
     return seen[0], seen[1], seen[2]
 
 
-def test_gradients_can_be_kept_local(processes: Processes) -> None:
+def test_ddp_gradients_can_be_kept_local(processes: Processes) -> None:
     assert processes(2, local_gradients) == [(1.5, 1.0, 1.5), (1.5, 2.0, 1.5)]
 
 
-def test_without_processes_there_is_one_replica() -> None:
+def test_default_replicas_without_a_process_group_are_a_single_replica() -> None:
     assert isinstance(default_replicas(), SingleReplica)
     with pytest.raises(RuntimeError, match="`ProcessReplicas` needs a process group"):
         ProcessReplicas()
@@ -117,7 +119,7 @@ def refused(rank: int) -> list[str]:
     return texts
 
 
-def test_a_bad_group_is_refused(processes: Processes) -> None:
+def test_process_group_without_this_process_is_refused(processes: Processes) -> None:
     texts = processes(2, refused)[1]
     assert texts[0].startswith("`process_group` must be a mesh of one dimension")
     assert texts[1] == "`bucket_bytes` must be at least 1024, got 3."

@@ -47,7 +47,7 @@ class Visit:
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         size = {"width": 1280, "height": 900}
         self.page = browser.new_page(**{"viewport": size, **options})
-        self.page.set_default_timeout(60_000)  # a busy machine is no failure
+        self.page.set_default_timeout(300_000)  # a busy machine is no failure
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -135,7 +135,7 @@ def test_plots_follow_the_light_or_dark_theme(browser: Any, one_run: Path) -> No
     visit.page.emulate_media(color_scheme="dark")
     visit.page.wait_for_function("getComputedStyle(document.body).backgroundColor < 'rgb(2'")
     # Plots are drawn again a moment after the page has turned dark.
-    expect(line).not_to_have_css("stroke", light, timeout=60_000)
+    expect(line).not_to_have_css("stroke", light, timeout=300_000)
     visit.check()
 
 

@@ -17,7 +17,9 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
     st.lists(st.tuples(st.integers(1, 700), st.sampled_from(DTYPES)), max_size=12),
     st.integers(1024, 8192),
 )
-def test_every_element_travels_once(shapes: list[tuple[int, torch.dtype]], num_bytes: int) -> None:
+def test_buckets_hold_every_element_once(
+    shapes: list[tuple[int, torch.dtype]], num_bytes: int
+) -> None:
     tensors = [torch.zeros(size, dtype=dtype) for size, dtype in shapes]
     buckets = Buckets(num_bytes)
     plan = buckets.of(tensors).buckets
@@ -30,7 +32,7 @@ def test_every_element_travels_once(shapes: list[tuple[int, torch.dtype]], num_b
     assert sum(memory.nbytes for memory in buckets._scratch.values()) <= num_bytes
 
 
-def test_two_buckets_on_the_wire_do_not_share_memory() -> None:
+def test_buckets_that_are_sent_together_do_not_share_memory() -> None:
     plan = (
         Buckets(4096)
         .of([torch.zeros(200) for _ in range(5)] + [torch.zeros(9, dtype=torch.half)])
@@ -46,7 +48,7 @@ def test_two_buckets_on_the_wire_do_not_share_memory() -> None:
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
-def test_a_large_tensor_is_sent_where_it_lies() -> None:
+def test_large_tensor_is_sent_in_place() -> None:
     large = torch.zeros(IN_PLACE_BYTES // 4)
     buckets = Buckets(64 << 20)
     (bucket,) = buckets.of([large]).buckets
@@ -54,7 +56,7 @@ def test_a_large_tensor_is_sent_where_it_lies() -> None:
     assert not buckets._scratch
 
 
-def test_a_plan_follows_a_tensor_that_moved() -> None:
+def test_plan_follows_a_tensor_with_new_memory() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8))
     buckets = Buckets(4096)
     buckets.of([parameter])
@@ -63,7 +65,7 @@ def test_a_plan_follows_a_tensor_that_moved() -> None:
     assert bucket.load().tolist() == [1.0] * 8
 
 
-def test_channels_last_weights_are_dense() -> None:
+def test_flatten_views_channels_last_weights_without_a_copy() -> None:
     weight = torch.rand(4, 3, 5, 5).to(memory_format=torch.channels_last)
     flat = flatten(weight)
     assert flat.data_ptr() == weight.data_ptr()
@@ -71,11 +73,11 @@ def test_channels_last_weights_are_dense() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+def test_wire_dtype_of_half_precision_is_float32(dtype: torch.dtype) -> None:
     assert wire_dtype(dtype) == torch.float32
 
 
-def test_plans_of_tensors_that_are_gone_are_forgotten() -> None:
+def test_plans_of_unused_lists_are_dropped() -> None:
     buckets = Buckets(4096)
     lasting = [torch.zeros(8)]
     for _ in range(20):
@@ -84,7 +86,7 @@ def test_plans_of_tensors_that_are_gone_are_forgotten() -> None:
     assert len(buckets._plans) <= 3
 
 
-def test_what_is_needed_once_is_forgotten() -> None:
+def test_forget_drops_the_plan_of_a_list() -> None:
     buckets, once, kept = Buckets(4096), [torch.zeros(9)], [torch.zeros(9)]
     buckets.of(kept)
     buckets.of(once)

@@ -30,7 +30,7 @@ def first(tensor: Tensor) -> Tensor:
     return tensor[(0,) * tensor.dim()]
 
 
-def test_copies_are_what_clones_are() -> None:
+def test_copies_equal_clones() -> None:
     own = all_kinds()
     for one, made in zip(own, copies(own), strict=True):
         assert torch.equal(one, made)
@@ -47,7 +47,7 @@ def test_copies_in_another_dtype_are_converted() -> None:
     assert made.tolist() == [1.5, 2.5]
 
 
-def test_each_is_copied_into_its_own() -> None:
+def test_copy_all_copies_each_source_to_its_target() -> None:
     own, kept = all_kinds(), copies(all_kinds())
     with torch.no_grad():
         for tensor in own:
@@ -58,20 +58,20 @@ def test_each_is_copied_into_its_own() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 8])
-def test_one_element_that_is_not_finite_is_seen(place: int, bad: float) -> None:
+def test_are_finite_notices_a_single_bad_element(place: int, bad: float) -> None:
     own = all_kinds()
     assert bool(are_finite(own))
     first(own[place])[...] = bad
     assert not bool(are_finite(own))
 
 
-def test_what_has_no_elements_or_fractions_is_finite() -> None:
+def test_are_finite_is_true_for_empty_and_integer_tensors() -> None:
     assert bool(are_finite([]))
     assert bool(are_finite([torch.arange(3), torch.zeros(0)]))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 5, 6, 8])
-def test_one_element_that_differs_is_seen(place: int) -> None:
+def test_are_equal_notices_a_single_different_element(place: int) -> None:
     own, other = all_kinds(), all_kinds()
     assert are_equal(own, other)
     one = first(other[place])
@@ -80,7 +80,7 @@ def test_one_element_that_differs_is_seen(place: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_eight_bits_are_looked_at_too(dtype: torch.dtype) -> None:
+def test_are_finite_and_are_equal_handle_float8(dtype: torch.dtype) -> None:
     one = torch.tensor([1.0, 2.0]).to(dtype)
     assert are_equal([one], copies([one]))
     assert not are_equal([one], [torch.tensor([1.0, 3.0]).to(dtype)])
@@ -88,10 +88,10 @@ def test_eight_bits_are_looked_at_too(dtype: torch.dtype) -> None:
     assert not bool(are_finite([torch.tensor([1.0, math.nan]).to(dtype)]))
 
 
-def test_other_shapes_are_not_equal() -> None:
+def test_are_equal_is_false_for_other_shapes() -> None:
     assert not are_equal([torch.ones(2, 2)], [torch.ones(2)])
 
 
-def test_what_is_not_finite_equals_nothing() -> None:
+def test_are_equal_is_false_for_elements_that_are_not_finite() -> None:
     assert not are_equal([torch.tensor([math.nan])], [torch.tensor([math.nan])])
     assert are_equal([], [])

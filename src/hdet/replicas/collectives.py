@@ -14,22 +14,22 @@ from hdet.tensors.buckets import SLOTS, Bucket, Buckets, Plan, wire_dtype
 
 
 class CollectiveReplicas(SingleLocalReplica, ABC):
-    """One replica in each process, and a wire between them, on which tensors travel in buckets."""
+    """One replica in each process. Tensors are reduced over the processes bucket by bucket."""
 
     size: int
     local: range
 
     def __init__(self, bucket_bytes: int, device_types: Sequence[str]) -> None:
-        self._devices = device_types
+        self._device_types = device_types
         self._buckets = Buckets(bucket_bytes, device_types)
 
     @abstractmethod
     def begin_reduce(self, wire: Tensor, op: Any) -> Any:
-        """Start to reduce a tensor over all replicas, in place; what to `wait()` for."""
+        """Start to reduce a tensor over all replicas, in place. Returns a work to `wait()` for."""
 
     def are_finite(self, rows: Rows) -> Tensor:
-        # No sum with a nan or an infinity is finite, and it is the cheapest pass over memory there
-        # is. Weights so large that their sum overflows count as not finite: they are lost anyway.
+        # A sum with a nan or an infinity is not finite, and a sum is the cheapest pass over memory.
+        # Weights so large that their sum overflows count as not finite: training has diverged.
         plan = self._buckets.of(rows[0])
         sums = [bucket.load().sum() for bucket in plan.buckets]
         plan.is_loaded = plan.fits  # the average that follows need not pack again
@@ -39,43 +39,43 @@ class CollectiveReplicas(SingleLocalReplica, ABC):
         return torch.stack(totals).isfinite().all()[None]
 
     def average_(self, rows: Rows, fit: Sequence[int], *, once: bool = False) -> int:
-        included = self.local[0] in fit
+        is_included = self.local[0] in fit
         plan = self._buckets.of(rows[0])
-        loads, plan.is_loaded = not plan.is_loaded, False
+        must_load, plan.is_loaded = not plan.is_loaded, False
 
         def fill(bucket: Bucket) -> None:
-            if loads:
+            if must_load:
                 bucket.load()
-            if not included:
+            if not is_included:
                 bucket.wire.zero_()  # not times zero: nan * 0 is nan
 
         def empty(bucket: Bucket) -> None:
             bucket.wire.div_(len(fit))
             bucket.store()
 
-        sent = self._reduce(plan, dist.ReduceOp.SUM, fill, empty)
+        num_bytes = self._reduce(plan, dist.ReduceOp.SUM, fill, empty)
         if once:
             self._buckets.forget(rows[0])
-        return sent
+        return num_bytes
 
     def begin_average(self, rows: Rows) -> Means:
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, flat in enumerate(rows[0]):
-            kinds.setdefault((flat.device, wire_dtype(flat.dtype)), []).append(place)
-        under_way = []
-        for (device, dtype), places in kinds.items():
-            home = self._home(device)
-            wire = torch.cat([rows[0][place].to(home, dtype) for place in places])
+        for index, flat in enumerate(rows[0]):
+            kinds.setdefault((flat.device, wire_dtype(flat.dtype)), []).append(index)
+        pending = []
+        for (device, dtype), indices in kinds.items():
+            target = self._wire_device(device)
+            wire = torch.cat([rows[0][index].to(target, dtype) for index in indices])
             work = self.begin_reduce(wire, dist.ReduceOp.SUM)
-            under_way.append((work, wire, places))
+            pending.append((work, wire, indices))
 
         def wait() -> list[Tensor]:
             means: dict[int, Tensor] = {}
-            for work, wire, places in under_way:
+            for work, wire, indices in pending:
                 work.wait()
-                parts = wire.div_(self.size).split([rows[0][place].numel() for place in places])
-                means.update(zip(places, parts, strict=True))
-            return [means[place].to(flat.device) for place, flat in enumerate(rows[0])]
+                pieces = wire.div_(self.size).split([rows[0][index].numel() for index in indices])
+                means.update(zip(indices, pieces, strict=True))
+            return [means[index].to(flat.device) for index, flat in enumerate(rows[0])]
 
         return wait
 
@@ -84,26 +84,28 @@ class CollectiveReplicas(SingleLocalReplica, ABC):
         return self._reduce(plan, dist.ReduceOp.MAX, Bucket.load, Bucket.store)
 
     def _reduce(self, plan: Plan, op: Any, fill: Any, empty: Any) -> int:
-        """All-reduce bucket by bucket: while one is on the wire, others are filled and emptied."""
-        on_the_wire: deque[tuple[Any, Bucket]] = deque()
+        """All-reduce bucket by bucket. While some are sent, others are filled and emptied."""
+        pending: deque[tuple[Any, Bucket]] = deque()
 
-        def land() -> None:
-            work, bucket = on_the_wire.popleft()
+        def finish_first() -> None:
+            work, bucket = pending.popleft()
             work.wait()
             empty(bucket)
 
-        sent = 0
+        num_bytes = 0
         for bucket in plan.buckets:
-            if len(on_the_wire) == SLOTS:
-                land()
+            if len(pending) == SLOTS:
+                finish_first()
             fill(bucket)
             work = self.begin_reduce(bucket.wire, op)
-            on_the_wire.append((work, bucket))
-            sent += bucket.wire.nbytes
-        while on_the_wire:
-            land()
-        return sent
+            pending.append((work, bucket))
+            num_bytes += bucket.wire.nbytes
+        while pending:
+            finish_first()
+        return num_bytes
 
-    def _home(self, device: torch.device) -> torch.device:
-        """Where the wire takes what lies on a device."""
-        return device if device.type in self._devices else torch.device(self._devices[0])
+    def _wire_device(self, device: torch.device) -> torch.device:
+        """The device from which the process group sends tensors that lie on `device`."""
+        if device.type in self._device_types:
+            return device
+        return torch.device(self._device_types[0])

@@ -1,119 +1,122 @@
-"""Compressed converges, and what every replica still owes the mean.
+"""Averages of compressed weights with error feedback.
 
-What is sent are changes since the weights that all replicas have in mind, coded. What the code
-loses is not lost: it is added to what is sent the next time (error feedback). A replica sends each
-other one its part of all changes, each takes the mean of what it gets and sends it to all, coded
-again: twice the bytes of the code, as in an all-reduce, and the same bits for everyone.
+Replicas send the difference between their weights and the reference weights that all of them know,
+quantized. What quantization loses is the residual: it is added to what is sent the next time.
+
+Each replica is responsible for one part of the weights. It gets that part from all others, averages
+it, and sends the mean to all, quantized again. As in an all-reduce, everything is sent twice, and
+all replicas get the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hdet.replicas.protocol import Means
+from hdet.replicas.protocol import AllToAllReplicas, Means
 from hdet.replicas.quantization import BLOCK, Codec
 from hdet.tensors.buckets import fill, flatten, wire_dtype
 
 CHUNK = 1 << 22
-"""So many numbers are coded at once."""
+"""The number of elements that are quantized at once."""
 
 Places = list[tuple[int, int]]
-"""Of weights among all parameters, with the number of their elements."""
-
-
-@runtime_checkable
-class AllToAll(Protocol):
-    """Replicas with a wire between them."""
-
-    size: int
-
-    def all_to_all(self, rows: Tensor) -> Callable[[], Tensor]:
-        """One row for each replica -> one row from each, for whoever waits."""
+"""For each weight its index among all parameters, and the number of its elements."""
 
 
 class CompressedChunk:
-    """What belongs to some of the numbers of a replica."""
+    """The reference, residuals and pending messages of some elements of a replica's weights."""
 
-    def __init__(self, parts: Sequence[Tensor], replicas: AllToAll, codec: Codec) -> None:
+    def __init__(self, parts: Sequence[Tensor], replicas: AllToAllReplicas, codec: Codec) -> None:
         self._replicas, self._codec = replicas, codec
         self._sizes = [part.numel() for part in parts]
         self._num = sum(self._sizes)
         padded = -(-self._num // (replicas.size * BLOCK)) * BLOCK * replicas.size
         kind = wire_dtype(parts[0].dtype)
-        self._known = torch.zeros(padded, device=parts[0].device, dtype=kind)
-        """The weights that all replicas have in mind."""
-        self._owed = torch.zeros_like(self._known)
-        """What this replica could not say yet of its own changes ..."""
-        self._owed_mean = torch.zeros_like(self._known[: padded // replicas.size])
-        """... and of the mean of its part."""
-        self._arrives: Callable[[], Tensor] | None = None
-        """What the others say of this replica's part ..."""
-        self._returns: Callable[[], Tensor] | None = None
-        """... and the means of all parts."""
+        self._reference = torch.zeros(padded, device=parts[0].device, dtype=kind)
+        """The weights that all replicas know, bit for bit."""
+        self._residual = torch.zeros_like(self._reference)
+        """What quantization lost of this replica's own differences."""
+        self._mean_residual = torch.zeros_like(self._reference[: padded // replicas.size])
+        """What quantization lost of the mean of this replica's part."""
+        self._incoming: Callable[[], Tensor] | None = None
+        """Waits for the others' differences of this replica's part."""
+        self._means: Callable[[], Tensor] | None = None
+        """Waits for the means of all parts."""
 
     def remember(self, parts: Sequence[Tensor]) -> None:
-        """All replicas have these in mind now."""
-        torch._foreach_copy_(self._split(self._known), list(parts))
+        """Set the reference to weights that all replicas have."""
+        torch._foreach_copy_(self._split(self._reference), list(parts))
 
     def send(self, parts: Sequence[Tensor]) -> int:
-        """Tell the others what has changed; nobody waits. The bytes of the code."""
-        change = self._owed
+        """Start to send the differences. Returns the number of bytes."""
+        change = self._residual
         torch._foreach_add_(self._split(change), list(parts))
-        change -= self._known
+        change -= self._reference
         coded = self._codec.encode(change.view(self._replicas.size, -1))
         change -= self._codec.decode(coded).view(-1)
-        self._arrives = self._replicas.all_to_all(coded)
+        self._incoming = self._replicas.all_to_all(coded)
         return coded.nbytes
 
     def forward_partial(self) -> None:
-        """Wait for what the others say, and tell them its mean; nobody waits for that."""
-        arrives, self._arrives = self._arrives, None  # what was sent is not needed any more
-        if arrives is None:
-            return  # nothing was sent
-        mine = self._owed_mean
-        mine += self._codec.decode(arrives()).to(mine.dtype).mean(0)
+        """Wait for the differences of this replica's part, and start to send their mean."""
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
+            return  # it was done before
+        mine = self._mean_residual
+        mine += self._codec.decode(incoming()).to(mine.dtype).mean(0)
         coded = self._codec.encode(mine[None])
         mine -= self._codec.decode(coded)[0]
-        self._returns = self._replicas.all_to_all(coded.repeat(self._replicas.size, 1))
+        self._means = self._replicas.all_to_all(coded.repeat(self._replicas.size, 1))
 
     def receive(self) -> list[Tensor]:
-        """The mean of all replicas, for each part."""
-        self.forward_partial()  # unless that was done half-way
-        returns, self._returns = self._returns, None
-        assert returns is not None
-        self._known += self._codec.decode(returns()).view(-1)
-        return self._split(self._known)
+        """Wait for the means, and return the mean of all replicas for each tensor."""
+        self.forward_partial()
+        means, self._means = self._means, None
+        assert means is not None
+        self._reference += self._codec.decode(means()).view(-1)
+        return self._split(self._reference)
 
     def _split(self, vector: Tensor) -> list[Tensor]:
         return list(vector[: self._num].split(self._sizes))
 
 
 class CompressedAverage:
-    """The chunks of the weights that train, as long as all replicas have the same ones in mind.
+    """Averages the trainable weights of all replicas in compressed chunks.
 
-    Weights are known by their places among all, which are the same on every replica: whether they
-    have moved in its memory is nobody else's business.
+    Weights are identified by their indices among all parameters, which are equal on all replicas.
+    Their memory may differ and change.
+
+    Args:
+        replicas: Replicas that can send each other different data.
+        codec: How elements are quantized.
     """
 
-    def __init__(self, replicas: AllToAll, codec: Codec) -> None:
+    def __init__(self, replicas: AllToAllReplicas, codec: Codec) -> None:
         self._replicas, self._codec = replicas, codec
         self.forget()
 
     def forget(self) -> None:
-        """Replicas were moved by other means: the next converge is exact, and begins anew."""
+        """Drop the reference after weights changed in another way. The next average is exact."""
         self._chunks: list[CompressedChunk] = []
         self._places: Places = []
 
     def knows(self, places: Places) -> bool:
+        """Whether there is a reference for exactly these weights."""
         return bool(places) and self._places == places
 
     @torch.no_grad()
     def remember(
         self, places: Places, tensors: Sequence[Tensor], values: Sequence[Tensor] | None = None
     ) -> None:
-        """All replicas have these weights; or have these values in mind for them."""
+        """Set the reference.
+
+        Args:
+            places: The weights.
+            tensors: Their tensors.
+            values: The reference, or None for the tensors themselves. All replicas must have the
+                same.
+        """
         if not self.knows(places):
             self._places = list(places)
             self._chunks = [
@@ -123,14 +126,17 @@ class CompressedAverage:
             chunk.remember(parts)
 
     def average_(self, tensors: Sequence[Tensor]) -> int:
-        """All replicas take the mean; the bytes of the code."""
+        """Give all replicas the mean. Returns the number of bytes that were sent."""
         num_bytes = self._send(tensors)
         self._receive(tensors, tensors)
         return num_bytes
 
     def begin_average(self, tensors: Sequence[Tensor]) -> tuple[Means, int]:
-        """Start to make the mean, and the bytes of the code. Half of them are sent at once; the
-        other half, the means of the parts, by `pass_on`, or when it is asked for."""
+        """Start the mean. Returns it with the number of bytes of the first half.
+
+        The second half, the means of the parts, is sent by `forward_partial`, or when the result is
+        asked for.
+        """
         num_bytes = self._send(tensors)
 
         def wait() -> list[Tensor]:
@@ -142,7 +148,7 @@ class CompressedAverage:
 
     @torch.no_grad()
     def forward_partial(self) -> None:
-        """Send the means of the parts, as soon as what they are made of is there."""
+        """Wait for the first half of an average, and start to send the second."""
         for chunk in self._chunks:
             chunk.forward_partial()
 
@@ -160,8 +166,10 @@ class CompressedAverage:
 def _groups(
     tensors: Sequence[Tensor], values: Sequence[Tensor] | None = None
 ) -> list[list[Tensor]]:
-    """Their elements in order, at most so many of a kind in a chunk; or those of `values`, cut as
-    the tensors would be."""
+    """The elements of tensors in order, in groups of one dtype and device with a limited size.
+
+    With `values`, the elements of these instead, cut as the tensors would be.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor, value in zip(tensors, tensors if values is None else values, strict=True):
         kinds.setdefault((tensor.device, tensor.dtype), []).extend(flatten(value).split(CHUNK))

@@ -11,12 +11,15 @@ from hdet.replicas.protocol import Replicas, SingleReplica
 
 
 @contextmanager
-def gloo_group(meeting: str, rank: int, size: int) -> Iterator[Callable[[bool], bool]]:
-    """A default process group on the CPU; inside, a way to ask whether anybody says yes."""
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+def gloo_group(init_method: str, rank: int, size: int) -> Iterator[Callable[[bool], bool]]:
+    """Join a default process group on the CPU, and leave it at the end.
 
-    def any_process(says: bool) -> bool:
-        votes = torch.tensor(float(says))
+    Yields a function of one boolean: whether it is true in any process.
+    """
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
+
+    def any_process(value: bool) -> bool:
+        votes = torch.tensor(float(value))
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes)
 
@@ -27,12 +30,12 @@ def gloo_group(meeting: str, rank: int, size: int) -> Iterator[Callable[[bool], 
 
 
 def default_replicas() -> Replicas:
-    """The processes of the default group; without one, a single replica."""
+    """The processes of the default group. Without a group, a single replica."""
     return ProcessReplicas() if local_replicas() is not SingleReplica.local else SingleReplica()
 
 
 def local_replicas() -> range:
-    """The replicas of this process in `default_replicas()`, without asking anyone."""
+    """The replicas of this process in `default_replicas()`, without any communication."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return range(dist.get_rank(), dist.get_rank() + 1)
     return SingleReplica.local

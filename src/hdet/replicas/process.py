@@ -15,21 +15,54 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet._validation import check_integer, check_names
 from hdet.replicas.collectives import CollectiveReplicas
-from hdet.replicas.device_mesh import GradientSwitch, ranks_along, reaches, same_replica, wires_of
-from hdet.replicas.protocol import Rows
+from hdet.replicas.device_mesh import (
+    GradientSwitch,
+    ddp_modules,
+    groups_of,
+    ranks_along,
+    reaches,
+    same_replica,
+)
+from hdet.replicas.protocol import Capabilities, Rows
 from hdet.tensors.dtensor import WRAPPER_NAMES, layout
 
 
 class ProcessReplicas(CollectiveReplicas):
-    """One replica in each process of a group (the default group, or a given one); or in several.
+    """One replica in each process of a group, or in several processes that hold its shards.
 
-    With `mesh["replicate"]`, a dimension of a device mesh, a replica is all processes that differ
-    in the other dimensions: FSDP2, tensor and other parallelism go on inside it, and every process
-    averages its shards with those of the same place in other replicas. A parameter that is sharded
-    over the replicas themselves exists once and is left alone; `keep_out` names others that do, by
-    patterns such as "*.experts.*". `bucket_bytes` is all the memory a converge may use beside the
-    model.
+    With `mesh["replicate"]`, one dimension of a device mesh, a replica consists of all processes
+    that differ in the other dimensions. FSDP2, tensor parallelism and others work inside a replica.
+    Every process averages its shards with those at the same place of the other replicas. A
+    parameter that is sharded over the replicas themselves exists once and is not averaged.
+
+    Every process must construct it, with equal arguments.
+
+    Args:
+        process_group: The processes: a group, a device mesh of one dimension, or None for the
+            default group.
+        keep_out: Patterns of parameter names, such as "*.experts.*". These parameters exist once
+            in each process and are not averaged.
+        bucket_bytes: The memory that an average may use beside the model, in bytes.
+
+    Raises:
+        RuntimeError: No process group is initialized.
+        ValueError: The mesh has several dimensions, this process is outside the group, or the
+            arguments differ between processes.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> import hdet, torch
+        >>> def main(model, schedule_of):  # in every process that torchrun starts
+        ...     mesh = torch.distributed.init_device_mesh(
+        ...         "cuda", (2, 4), mesh_dim_names=("replicate", "shard")
+        ...     )
+        ...     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ...     replicas = hdet.ProcessReplicas(mesh["replicate"])
+        ...     return hdet.HDET(schedule_of(optimizer), model=model, replicas=replicas)
     """
+
+    capabilities = Capabilities(can_compress=True, needs_wrapped_model=True)
 
     def __init__(
         self,
@@ -43,60 +76,53 @@ class ProcessReplicas(CollectiveReplicas):
                 "`ProcessReplicas` needs a process group: call "
                 "torch.distributed.init_process_group first, or start the script with torchrun."
             )
-        inside: list[int] = [dist.get_rank()]
-        wires: list[Any] = [process_group]
+        own_ranks: list[int] = [dist.get_rank()]
+        groups: list[Any] = [process_group]
         self._by_mesh = isinstance(process_group, DeviceMesh)
         if isinstance(process_group, DeviceMesh):
-            if process_group.ndim != 1:
-                raise ValueError(
-                    "`process_group` must be a mesh of one dimension, such as "
-                    f"mesh['replicate'], got {process_group!r}."
-                )
-            if process_group.get_coordinate() is None:
-                raise ValueError(
-                    "`process_group` must contain this process, got a mesh without it."
-                )
-            inside, wires = same_replica(process_group), wires_of(process_group)
+            _check_mesh(process_group)
+            own_ranks, groups = same_replica(process_group), groups_of(process_group)
             process_group = process_group.get_group()
         if dist.get_rank(process_group) < 0:
             raise ValueError("`process_group` must contain this process, got a group without it.")
-        # A group of our own: the converge never races the collectives of the user's.
+        # A group of our own: an average never races the collectives of the user's group.
         ranks = dist.get_process_group_ranks(process_group)
-        if len(ranks) < dist.get_world_size() or len(inside) > 1:
-            _equalise_group_counts(wires)
-        self._group = _own_group(ranks)
+        if len(ranks) < dist.get_world_size() or len(own_ranks) > 1:
+            _equalise_group_counts(groups)
+        self._group = _new_group(ranks)
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self.local = range(here, here + 1)
-        self.parts, self.part = len(inside), inside.index(dist.get_rank())
-        self._inside = _own_group(inside) if self.parts > 1 else None
-        self._ranks, self._mates = frozenset(ranks), frozenset(inside)
+        self.parts, self.part = len(own_ranks), own_ranks.index(dist.get_rank())
+        self._replica_group = _new_group(own_ranks) if self.parts > 1 else None
+        self._ranks, self._replica_ranks = frozenset(ranks), frozenset(own_ranks)
         self._keep_out = keep_out
-        self._fitted: set[str] = set()
-        """Patterns that have found a parameter."""
+        self._matched_patterns: set[str] = set()
         self._switch = GradientSwitch(self._ranks)
-        self._check_alike(bucket_bytes)
+        self._check_equal_arguments(bucket_bytes)
         super().__init__(bucket_bytes, _device_types(self._group))
 
     def begin_reduce(self, wire: Tensor, op: Any) -> Any:
         return dist.all_reduce(wire, op=op, group=self._group, async_op=True)
 
+    # Which parameters are replicated ---------------------------------------------------------
+
     def unreplicated(self, named: Mapping[str, Tensor]) -> Collection[str]:
         found = set()
         for pattern in self._keep_out:
-            fits = [name for name in named if fnmatchcase(_unwrapped(name), pattern)]
-            if not fits and pattern not in self._fitted:
+            matches = [name for name in named if fnmatchcase(_unwrapped(name), pattern)]
+            if not matches and pattern not in self._matched_patterns:
                 raise ValueError(
                     "`keep_out` must name parameters of the model (`model=`), got "
                     f"{pattern!r}, which fits none of {sorted(named)}."
                 )
-            self._fitted.add(pattern)  # DDP hides parameters after a forward
-            found.update(fits)
+            self._matched_patterns.add(pattern)  # DDP hides parameters after a forward
+            found.update(matches)
         others = [(name, p) for name, p in named.items() if name not in found]
-        return found.union(name for name, p in others if self._is_across(name, p))
+        return found.union(name for name, p in others if self._is_sharded_over_replicas(name, p))
 
-    def _is_across(self, name: str, parameter: Tensor) -> bool:
-        """Whether it is sharded over the replicas themselves; else it must be inside of one."""
+    def _is_sharded_over_replicas(self, name: str, parameter: Tensor) -> bool:
+        """Whether the replicas hold shards of one parameter. Other shards must lie inside one."""
         made = layout(parameter)
         if made is None:
             return False
@@ -115,87 +141,81 @@ class ProcessReplicas(CollectiveReplicas):
                 "model for itself."
             )
         for ranks in sharded:
-            if not ranks <= self._mates:
+            if not ranks <= self._replica_ranks:
                 raise ValueError(
                     f"`{name}` must be sharded inside of a replica, or over all of them, got "
                     f"processes {sorted(ranks)}, where this replica consists of "
-                    f"{sorted(self._mates)} and the replicas lie on {sorted(self._ranks)}. Pass "
-                    "`replicas=ProcessReplicas(mesh['replicate'])` of the mesh that the model is "
-                    "sharded on."
+                    f"{sorted(self._replica_ranks)} and the replicas lie on "
+                    f"{sorted(self._ranks)}. Pass `replicas=ProcessReplicas(mesh['replicate'])` of "
+                    "the mesh that the model is sharded on."
                 )
         return False
 
+    # Communication ---------------------------------------------------------------------------
+
     def gather(self, rows: Tensor) -> Tensor:
-        return torch.cat(self._all(rows, self._group, self.size))
+        return torch.cat(self._all_gather(rows, self._group, self.size))
 
     def gather_parts(self, rows: Tensor) -> Tensor:
-        if self._inside is None:
+        if self._replica_group is None:
             return super().gather_parts(rows)
-        return torch.stack(self._all(rows, self._inside, self.parts), dim=1).to(rows.device)
+        gathered = self._all_gather(rows, self._replica_group, self.parts)
+        return torch.stack(gathered, dim=1).to(rows.device)
 
-    def _all(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
-        sent = rows.to(self._home(rows.device)).contiguous()
-        everyone = [torch.empty_like(sent) for _ in range(size)]
-        dist.all_gather(everyone, sent, group=group)
-        return everyone
+    def _all_gather(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+        sent = rows.to(self._wire_device(rows.device)).contiguous()
+        received = [torch.empty_like(sent) for _ in range(size)]
+        dist.all_gather(received, sent, group=group)
+        return received
 
     def gather_objects(self, description: Any) -> list[Any]:
         replica: list[Any] = [description]
-        if self._inside is not None:
+        if self._replica_group is not None:
             replica = [None] * self.parts
-            dist.all_gather_object(replica, description, group=self._inside)
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, replica, group=self._group)
-        return [told for parts in everyone for told in parts]
+            dist.all_gather_object(replica, description, group=self._replica_group)
+        replicas: list[Any] = [None] * self.size
+        dist.all_gather_object(replicas, replica, group=self._group)
+        return [part for parts in replicas for part in parts]
 
     def all_to_all(self, rows: Tensor) -> Callable[[], Tensor]:
-        """One row for each replica -> one row from each, for whoever waits."""
-        sent = rows.to(self._home(rows.device))
-        theirs = torch.empty_like(sent)
-        work = dist.all_to_all_single(theirs, sent, group=self._group, async_op=True)
+        """Send row r to replica r. The result waits, and returns one row from each replica."""
+        sent = rows.to(self._wire_device(rows.device))
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return theirs.to(rows.device)
+            return received.to(rows.device)
 
         return wait
 
     def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         here = self.local[0]
-        sent = 0
+        num_bytes = 0
         for bucket in self._buckets.of(rows[0]).buckets:
             wire = bucket.load()
             if here != source and here not in targets:
-                wire = torch.empty_like(wire)  # everyone takes part, only the targets write
+                wire = torch.empty_like(wire)  # every process takes part, only the targets write
             dist.broadcast(wire, group_src=source, group=self._group)
             if here in targets:
                 bucket.store()
-            sent += wire.nbytes
-        return sent
+            num_bytes += wire.nbytes
+        return num_bytes
+
+    # Gradients -------------------------------------------------------------------------------
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
         wrapped = [
             module
-            for module in model.modules()
-            if isinstance(module, DistributedDataParallel)
-            and reaches(dist.get_process_group_ranks(module.process_group), self._ranks, shared)
+            for module in ddp_modules(model)
+            if reaches(dist.get_process_group_ranks(module.process_group), self._ranks, shared)
         ]
         if not shared and any(module.static_graph for module in wrapped):
             raise ValueError("gradients cannot be local under DDP(static_graph=True).")
         for module in wrapped:
-            # What DDP's own no_sync() sets. It also stops the broadcast of buffers.
-            module.require_backward_grad_sync = shared
-            hook = _FORWARD_HOOKS.pop(module, None)
-            if hook is not None:  # also one of a scheduler before
-                hook.remove()
-            if not shared:
-                _FORWARD_HOOKS[module] = module.register_forward_pre_hook(
-                    _keep_gradients_local(self)
-                )
-            elif hook is not None and module.find_unused_parameters:
-                _FORWARD_HOOKS[module] = module.register_forward_pre_hook(_fill_gradients)
-        found = self._switch.turn(model, shared)
-        if shared and self.size > 1 and not wrapped and not found:
+            self._switch_ddp(module, shared)
+        is_fsdp2 = self._switch.turn(model, shared)
+        if shared and self.size > 1 and not wrapped and not is_fsdp2:
             warnings.warn(
                 "gradients='shared' but `model` is neither wrapped in DistributedDataParallel nor "
                 "fully_shard-ed on a mesh with the dimension of the replicas: every replica steps "
@@ -203,45 +223,56 @@ class ProcessReplicas(CollectiveReplicas):
                 stacklevel=5,
             )
 
-    def _check_alike(self, bucket_bytes: Any) -> None:
-        """Replicas must cut their buckets alike; one that cannot start tells the others."""
+    def _switch_ddp(self, module: DistributedDataParallel, shared: bool) -> None:
+        # DDP's own no_sync() sets this attribute. It also stops the broadcast of buffers.
+        module.require_backward_grad_sync = shared
+        hook = _FORWARD_HOOKS.pop(module, None)
+        if hook is not None:  # it may belong to an earlier scheduler
+            hook.remove()
+        if not shared:
+            _FORWARD_HOOKS[module] = module.register_forward_pre_hook(_keep_gradients_local(self))
+        elif hook is not None and module.find_unused_parameters:
+            _FORWARD_HOOKS[module] = module.register_forward_pre_hook(_fill_gradients)
+
+    def _check_equal_arguments(self, bucket_bytes: Any) -> None:
+        """All processes must cut equal buckets. One that cannot start tells the others first."""
         problem = None
         try:
             check_integer("bucket_bytes", bucket_bytes, at_least=1024)
             check_names("keep_out", self._keep_out)
         except (TypeError, ValueError) as error:
             problem = error
-        everyone = self.gather_objects({"bucket_bytes": bucket_bytes, "keep_out": self._keep_out})
+        gathered = self.gather_objects({"bucket_bytes": bucket_bytes, "keep_out": self._keep_out})
         if problem is not None:
             raise problem
         for name in ("bucket_bytes", "keep_out"):
-            told = [entry[name] for entry in everyone]
-            if any(value != told[0] for value in told):
+            values = [arguments[name] for arguments in gathered]
+            if any(value != values[0] for value in values):
                 raise ValueError(
-                    f"`{name}` must be the same on all replicas, got {told} in their order."
+                    f"`{name}` must be the same on all replicas, got {values} in their order."
                 )
 
 
 _FORWARD_HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-"""What looks at a DDP module before its forwards: one hook, whoever has put it there."""
+"""The pre-forward hook of each DDP module. A module has one, whichever scheduler registered it."""
 
 
 def _keep_gradients_local(replicas: ProcessReplicas) -> Callable[..., None]:
-    """Loops that accumulate gradients write DDP's switch themselves, at every step."""
-    weakly = weakref.ref(replicas)
+    """A hook that switches DDP off again: loops that accumulate gradients set it at every step."""
+    weak_replicas = weakref.ref(replicas)
 
     def keep(module: DistributedDataParallel, _: Any) -> None:
-        if weakly() is not None and module.require_backward_grad_sync:
+        if weak_replicas() is not None and module.require_backward_grad_sync:
             module.require_backward_grad_sync = False
 
     return keep
 
 
 def _fill_gradients(module: DistributedDataParallel, _: Any) -> None:
-    """Before the first forward that DDP shares the gradients of again, once.
+    """A hook that runs once, before the first forward whose gradients DDP shares again.
 
-    While gradients were local DDP went on noting which parameters are used: it would look for the
-    gradients of all that were used in any of these steps.
+    While gradients are local, DDP collects which parameters are used. It then expects a gradient of
+    each parameter that was used in any of these steps.
     """
     if torch.is_grad_enabled() and module.require_backward_grad_sync:
         for parameter in module.module.parameters():
@@ -250,7 +281,17 @@ def _fill_gradients(module: DistributedDataParallel, _: Any) -> None:
         _FORWARD_HOOKS.pop(module).remove()
 
 
-def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            "`process_group` must be a mesh of one dimension, such as "
+            f"mesh['replicate'], got {mesh!r}."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("`process_group` must contain this process, got a mesh without it.")
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     # For a part of the world only its members take part.
     made: dist.ProcessGroup = dist.new_group(
         list(ranks), use_local_synchronization=len(ranks) < dist.get_world_size()
@@ -258,21 +299,24 @@ def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     return made
 
 
-def _equalise_group_counts(wires: Sequence[dist.ProcessGroup | None]) -> None:
-    """Torch names a group that its members make alone by the number of groups they are in: where
-    that differs they would wait for each other forever. Who is in fewer joins some of its own."""
+def _equalise_group_counts(groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Bring all processes to the same number of groups, by groups of one process.
+
+    Torch names a group that its members make alone by the number of groups they are in. Where these
+    numbers differ, the members would wait for each other forever.
+    """
     known = dist.distributed_c10d._world.pg_names
     most = len(known)
-    for wire in wires:
-        told = [0] * dist.get_world_size(wire)
-        dist.all_gather_object(told, most, group=wire)
-        most = max(told)
+    for group in groups:
+        counts = [0] * dist.get_world_size(group)
+        dist.all_gather_object(counts, most, group=group)
+        most = max(counts)
     while len(known) < most:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _unwrapped(name: str) -> str:
-    """Without what DDP, torch.compile and others add to it."""
+    """A parameter's name without the prefixes of DDP, torch.compile and other wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES).removeprefix(
         "module."
     )

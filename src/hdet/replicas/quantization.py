@@ -1,4 +1,4 @@
-"""How numbers are made smaller for the wire: bfloat16, or eight bits and a scale per block."""
+"""Codecs for compressed averages: bfloat16, or eight bits with a scale for each block."""
 
 from typing import Protocol
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Numbers that share a scale: more would share that of their largest, fewer cost more scales."""
+"""The elements that share a scale. Larger blocks round more, smaller ones send more scales."""
 MAX_INT8 = 127
 
 
 class Codec(Protocol):
-    """Rows of numbers to rows of bytes and back; a row is a multiple of `BLOCK` long."""
+    """Turns rows of numbers into rows of bytes and back. Rows are multiples of `BLOCK` long."""
 
     def encode(self, rows: Tensor) -> Tensor: ...
 
@@ -19,7 +19,7 @@ class Codec(Protocol):
 
 
 class BF16:
-    """Half of the bytes of a float32, with eight of its 24 bits."""
+    """Half of the bytes of a float32: bfloat16 keeps 8 of the 24 bits of its significand."""
 
     def encode(self, rows: Tensor) -> Tensor:
         return rows.to(torch.bfloat16).view(torch.uint8)
@@ -29,7 +29,9 @@ class BF16:
 
 
 class Int8:
-    """A quarter, and a scale for each block: what is small beside its largest is rounded off.
+    """A quarter of the bytes of a float32: eight bits, and one scale for each block.
+
+    Elements that are small compared to the largest of their block are rounded.
 
     >>> codec = Int8()
     >>> rows = torch.linspace(-1, 1, 2 * BLOCK).view(2, BLOCK)

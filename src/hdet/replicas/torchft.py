@@ -1,28 +1,31 @@
-"""Replicas that come and go: over a torchft manager, which knows who takes part.
+"""TorchftReplicas: replicas that join and leave, over a torchft manager.
 
-At the end of every cycle whoever is there meets. Somebody new has been given the state of one of
-the others by torchft; somebody who has gone is not waited for. If one leaves in the middle of it,
-the others find out at the end, and the meeting never was: they have their weights of before.
-Gradients are local, or shared by torchft's own DDP. Then torchft asks at every step who is there;
-somebody new trains along, without a place in the spread until the next meeting; and those meet who
-have made the last step together, since a newcomer would take a quorum for that of a step.
+At the end of every cycle the replicas that take part synchronize. Torchft has given a new replica
+the state of another one. The others do not wait for a replica that has left. If a replica leaves
+during a synchronization, the others restore the weights they had before it.
+
+Gradients are local, or torchft's own DDP shares them. With shared gradients torchft asks at every
+step who takes part. A new replica then trains along, and gets its own hyperparameters at the next
+synchronization. The replicas of the last step synchronize: a new replica would take another quorum
+for that of a training step.
 """
 
 import pickle
 import random
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.optim import Optimizer
 
 from hdet._validation import check_integer
 from hdet.replicas.collectives import CollectiveReplicas
-from hdet.replicas.protocol import Rows
+from hdet.replicas.protocol import Capabilities, Interrupted, Members, Rows
 
-WANTED = (
+REQUIRED_MEMBERS = (
     "start_quorum",
     "should_commit",
     "allreduce",
@@ -33,31 +36,47 @@ WANTED = (
     "_pg",
     "_quorum_id",
 )
-
-
-class Interrupted(RuntimeError):
-    """A replica has left in the middle of a meeting."""
-
-
-class Members(NamedTuple):
-    """Who takes part from now on."""
-
-    have_changed: bool
-    """Since the last meeting."""
-    newcomers: tuple[int, ...]
-    """Those who have the weights of another one, and have not trained with the others."""
+"""What `TorchftReplicas` uses of a manager."""
 
 
 class TorchftReplicas(CollectiveReplicas):
-    """One replica in each replica group of a torchft manager, as many as there are.
+    """One replica in each replica group of a torchft manager.
 
-    The manager must find its quorum at once (`use_async_quorum=False`), with a `quorum_timeout`
-    that is longer than a cycle, and be given the states of model and optimizer
-    (`manager.register_state_dict_fn`); hdet adds its own.
+    Replicas join and leave during the run. Register the states of model and optimizer at the
+    manager (`manager.register_state_dict_fn`); hdet adds its own state.
+
+    Args:
+        manager: A `torchft.Manager` with `use_async_quorum=False`, and a `quorum_timeout` that is
+            longer than a cycle. Its replica groups have one process each.
+        bucket_bytes: The memory that an average may use beside the model, in bytes.
+
+    Raises:
+        TypeError: `manager` is no torchft manager.
+        ValueError: The manager finds its quorum asynchronously, or its replica groups have several
+            processes, or `bucket_bytes` is too small.
+
+    Example:
+        >>> import hdet, torch
+        >>> def main(manager, model, base, loader):  # in every replica group
+        ...     scheduler = hdet.HDET(
+        ...         base,
+        ...         model=model,
+        ...         gradients="local",
+        ...         scout=None,
+        ...         replicas=hdet.TorchftReplicas(manager),
+        ...     )
+        ...     for x, y in loader:
+        ...         base.optimizer.zero_grad()
+        ...         loss = torch.nn.functional.cross_entropy(model(x), y)
+        ...         loss.backward()
+        ...         base.optimizer.step()
+        ...         scheduler.step(loss)
     """
 
+    capabilities = Capabilities(is_elastic=True)
+
     def __init__(self, manager: Any, *, bucket_bytes: int = 64 << 20) -> None:
-        if missing := [name for name in WANTED if not hasattr(manager, name)]:
+        if missing := [name for name in REQUIRED_MEMBERS if not hasattr(manager, name)]:
             raise TypeError(
                 f"`manager` must be a torchft.Manager, got a {type(manager).__name__} without "
                 f"{', '.join(missing)}."
@@ -77,108 +96,105 @@ class TorchftReplicas(CollectiveReplicas):
         super().__init__(bucket_bytes, [device])
         self._manager = manager
         self.size = max(int(getattr(manager, "_min_replica_size", 2)), 2)
-        """Of those that are expected, until they have met."""
+        """The expected number of replicas before the first synchronization, the real one after."""
         self.local = range(1)
         self._name = float(random.SystemRandom().getrandbits(52))
-        self._met: tuple[float, ...] = ()
-        self._now: tuple[float, ...] = ()
+        self._last_members: tuple[float, ...] = ()
+        """The names of the replicas at the last synchronization that counted."""
+        self._members: tuple[float, ...] = ()
+        """The names of the replicas that take part now."""
         self.has_healed = False
-        """Whether it has the state of another one, and has not met the others since."""
-        self.begins = 0
-        """The step at which those have begun who begin together."""
+        """Whether it got the state of another replica and has not synchronized since."""
+        self.first_step = 0
+        """The step at which this replica and those that started with it began."""
         self.shared = False
-        """Whether the loop averages gradients over those who are there."""
+        """Whether the training loop averages gradients over the replicas at every step."""
         self._quorum = -1
-        """Torchft's number of those who have met."""
+        """Torchft's number of the quorum at the last synchronization."""
+
+    # The ElasticReplicas protocol ------------------------------------------------------------
 
     @property
     def have_synced(self) -> bool:
-        return bool(self._met)
+        return bool(self._last_members)
 
     @property
     def are_members_unchanged(self) -> bool:
-        """Whether those who have met are those who are there; a step may have found others."""
         return self.have_synced and self._quorum == self._manager._quorum_id
 
+    def wraps(self, optimizer: Optimizer) -> bool:
+        return _is_of_torchft(optimizer)
+
+    def shares_gradients_of(self, model: nn.Module | None) -> bool:
+        return _shares_gradients(model)
+
     def must_sync(self, step: int) -> bool:
-        """Whether nobody knows yet who the others are. Where gradients are shared all know which
-        step it is, and somebody new waits for the end of the cycle."""
-        return step == self.begins + 1 if self.shared else not self.have_synced
+        # With shared gradients all replicas know the step, and a new one waits for the cycle's end.
+        return step == self.first_step + 1 if self.shared else not self.have_synced
 
     def register(self, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        """The state that somebody new is given."""
+        def heal(state: Any) -> None:
+            load(state["run"])
+            self.first_step, self.has_healed = state["begins"], True
 
-        def heal(told: Any) -> None:
-            load(told["run"])
-            self.begins, self.has_healed = told["begins"], True
-
-        def tell() -> Any:
-            return {"run": save(), "begins": self.begins}
+        def state() -> Any:
+            return {"run": save(), "begins": self.first_step}
 
         try:
-            self._manager.register_state_dict_fn("hdet", heal, tell)
+            self._manager.register_state_dict_fn("hdet", heal, state)
         except AssertionError as error:
             raise ValueError("`manager` must have one scheduler of hdet, got a second.") from error
 
-    # A meeting -------------------------------------------------------------------------------
-
     def start_quorum(self, *, anew: bool = False) -> None:
-        """Wait for whoever takes part. Somebody new has the state of another one after this.
-
-        Where gradients are shared they are those of the last step, unless that went wrong and there
-        is no other (`anew`).
-        """
-        if anew or not self.shared:
+        if anew or not self.shared:  # with shared gradients the quorum of the last step counts
             self._manager.start_quorum()
         place = self._manager.participating_rank()
         if place is None:
             raise RuntimeError("this replica is a spare of torchft: hdet needs all to take part.")
         self.size, self.local = self._manager.num_participants(), range(place, place + 1)
 
-    def call(self) -> Members:
-        """Who is there; the same answer for all of them."""
-        row = [[self._name, _digest(self._met), float(self.has_healed)]]
+    def check_members(self) -> Members:
+        row = [[self._name, _digest(self._last_members), float(self.has_healed)]]
         table = self.gather(torch.tensor(row, dtype=torch.float64)).tolist()
-        self._now = tuple(name for name, _, _ in table)
-        fresh = [bool(healed) or last == _digest(()) for _, last, healed in table]
+        self._members = tuple(name for name, _, _ in table)
+        is_new = [bool(healed) or last == _digest(()) for _, last, healed in table]
         return Members(
-            any(bool(healed) or last != _digest(self._now) for _, last, healed in table),
-            tuple(r for r, new in enumerate(fresh) if new) if not all(fresh) else (),
+            any(bool(healed) or last != _digest(self._members) for _, last, healed in table),
+            tuple(r for r, new in enumerate(is_new) if new) if not all(is_new) else (),
         )
 
     def commit(self) -> bool:
-        """Whether all of it went well for this one; torchft heals whoever it did not."""
-        went_well = bool(self._manager.should_commit())
+        went_well = bool(self._manager.should_commit())  # torchft heals a replica where it did not
         if went_well:
-            self._met, self.has_healed = self._now, False
+            self._last_members, self.has_healed = self._members, False
             self._quorum = self._manager._quorum_id
         return went_well
 
     # The Replicas protocol -------------------------------------------------------------------
 
-    def begin_reduce(self, wire: Tensor, op: Any) -> "_WatchedWork":
-        return _WatchedWork(self._manager, self._manager.allreduce(wire, reduce_op=op))
+    def begin_reduce(self, wire: Tensor, op: Any) -> "_CheckedWork":
+        return _CheckedWork(self._manager, self._manager.allreduce(wire, reduce_op=op))
 
     def gather(self, rows: Tensor) -> Tensor:
-        everyone = torch.zeros(
-            self.size, *rows.shape[1:], dtype=rows.dtype, device=self._home(rows.device)
+        table = torch.zeros(
+            self.size, *rows.shape[1:], dtype=rows.dtype, device=self._wire_device(rows.device)
         )
-        everyone[self.local[0]] = rows[0]
-        self.begin_reduce(everyone, ReduceOp.SUM).wait()
-        return everyone
+        table[self.local[0]] = rows[0]
+        self.begin_reduce(table, ReduceOp.SUM).wait()
+        return table
 
     def gather_objects(self, description: Any) -> list[Any]:
-        if not self.have_synced:  # others may be in the middle of their run: nobody to ask
+        if not self.have_synced:  # others may be in the middle of their run and cannot answer
             return [description]
-        told = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([[len(told)]]))[:, 0].tolist()
+        encoded = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([[len(encoded)]]))[:, 0].tolist()
         row = torch.zeros(1, max(sizes), dtype=torch.uint8)
-        row[0, : len(told)] = told
+        row[0, : len(encoded)] = encoded
         rows = self.gather(row).cpu()
         return [pickle.loads(bytes(r[:n].tolist())) for r, n in zip(rows, sizes, strict=True)]
 
     def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
-        sent = 0
+        num_bytes = 0
         for bucket in self._buckets.of(rows[0]).buckets:
             own = bucket.load()
             wire = own.clone() if self.local[0] == source else torch.zeros_like(own)
@@ -186,25 +202,27 @@ class TorchftReplicas(CollectiveReplicas):
             if self.local[0] in targets:
                 own.copy_(wire)
                 bucket.store()
-            sent += wire.nbytes
-        return sent
+            num_bytes += wire.nbytes
+        return num_bytes
 
     def share_gradients(self, model: nn.Module, shared: bool) -> None:
-        """They are what the loop makes them: torchft's own DDP shares them."""
-        self.shared = shared
+        self.shared = shared  # torchft's own DDP averages them, so there is nothing to switch
 
 
-def shares_gradients(model: nn.Module | None) -> bool:
-    """Whether torchft averages them at every step."""
-    return model is not None and any(map(is_of_torchft, model.modules()))
+def _shares_gradients(model: nn.Module | None) -> bool:
+    """Whether torchft's DDP averages the gradients of a model at every step."""
+    return model is not None and any(map(_is_of_torchft, model.modules()))
 
 
-def is_of_torchft(thing: Any) -> bool:
+def _is_of_torchft(thing: Any) -> bool:
     return any(kind.__module__.startswith("torchft.") for kind in type(thing).__mro__)
 
 
-class _WatchedWork:
-    """What torchft sends: an error is kept by its manager, and must not be taken for numbers."""
+class _CheckedWork:
+    """A collective of torchft that raises its errors.
+
+    Torchft's manager keeps an error and returns numbers that do not count.
+    """
 
     def __init__(self, manager: Any, work: Any) -> None:
         self._manager, self._work = manager, work
@@ -217,5 +235,5 @@ class _WatchedWork:
 
 
 def _digest(names: Sequence[float]) -> float:
-    """A number that stands for a list, exact in a float64."""
+    """A number that stands for a list of names, exact in a float64."""
     return float(int.from_bytes(sha256(repr(tuple(names)).encode()).digest()[:6], "big"))

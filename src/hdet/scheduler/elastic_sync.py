@@ -4,7 +4,7 @@ from statistics import fmean
 
 from hdet.records.events import ConvergeCost, ConvergeEvent, ExcludedReplica, NoteEvent
 from hdet.records.writer import Timers
-from hdet.replicas.torchft import Interrupted, Members, TorchftReplicas
+from hdet.replicas.protocol import ElasticReplicas, Interrupted, Members
 from hdet.scheduler.cycle_end import CycleEnd
 from hdet.scheduler.run import Run
 from hdet.tensors.timing import Stopwatch
@@ -14,13 +14,13 @@ from hdet.weights.inventory import TENSOR_KINDS
 class ElasticSync:
     """The meetings of a run over torchft's manager."""
 
-    def __init__(self, run: Run, replicas: TorchftReplicas, cycle_end: CycleEnd) -> None:
+    def __init__(self, run: Run, replicas: ElasticReplicas, cycle_end: CycleEnd) -> None:
         self._run, self._replicas, self._cycle_end = run, replicas, cycle_end
         self.begin()
 
     def begin(self) -> None:
         """Here or where a state was loaded: without a place in the spread, until they have met."""
-        self._replicas.begins = self._run.step
+        self._replicas.first_step = self._run.step
         self._run.knob_bank.rest()
         self._first = self._run.progress_state()
 
@@ -29,13 +29,13 @@ class ElasticSync:
         leaves meanwhile, it never was."""
         run = self._run
         replicas = self._replicas
-        if replicas.shared and run.step == replicas.begins:
+        if replicas.shared and run.step == replicas.first_step:
             return  # nobody has made a step, nor knows of the others
         replicas.start_quorum(anew=anew)
         undo, progress_state, run.held_lines = run.parameters.keep(), run.progress_state(), []
         reason = "this replica was not to go on"
         try:
-            members = replicas.call()
+            members = replicas.check_members()
             if members.have_changed or ran_with is None:
                 self._average_members(members)
             else:

@@ -31,8 +31,7 @@ from hdet.records.events import (
 from hdet.records.sinks import Record
 from hdet.records.writer import Timers
 from hdet.replicas.factory import default_replicas
-from hdet.replicas.protocol import Replicas
-from hdet.replicas.torchft import Interrupted, TorchftReplicas
+from hdet.replicas.protocol import Interrupted, Replicas
 from hdet.scheduler import state
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import drop_impossible_scout
@@ -157,7 +156,7 @@ class HDET(LRScheduler):
             total = wrapped.total_steps if total_steps is None else total_steps
             named = None if knobs is None else tuple(flatten_knobs(knobs))
             # Snapshots of a guard would be another one's for whoever joins.
-            elastic = isinstance(replicas, TorchftReplicas)
+            elastic = replicas.capabilities.is_elastic
             guards = None if guard == "auto" and elastic else guard
             given = GivenOptions(spread, sync_every, controller, scout, guards, named)
             settings = Settings(

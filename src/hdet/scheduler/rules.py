@@ -4,16 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hdet.knobs.specs import LearningRate
-from hdet.replicas.device_mesh import is_sharded
-from hdet.replicas.error_feedback import AllToAll
-from hdet.replicas.process import ProcessReplicas
-from hdet.replicas.protocol import Replicas
-from hdet.replicas.stacked.optimizer import StackedOptimizer
-from hdet.replicas.stacked.replicas import StackedReplicas
-from hdet.replicas.torchft import TorchftReplicas, is_of_torchft, shares_gradients
+from hdet.replicas.device_mesh import ddp_modules, is_sharded
+from hdet.replicas.protocol import EngineOptimizer, Replicas, is_elastic
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.settings import Settings
 
@@ -34,23 +28,23 @@ class Setup:
     @property
     def is_elastic(self) -> bool:
         """Whether replicas can join and leave during the run."""
-        return isinstance(self.replicas, TorchftReplicas)
+        return self.replicas.capabilities.is_elastic
 
     @property
     def spans_processes(self) -> bool:
         """Whether several fixed processes hold one replica each, or shards of one."""
-        return isinstance(self.replicas, ProcessReplicas) and self.replicas.size > 1
+        return self.replicas.capabilities.needs_wrapped_model and self.replicas.size > 1
 
     @property
     def can_compress(self) -> bool:
         """Whether the engine can send quantized weights, or has nothing to send."""
-        return self.replicas.size == 1 or isinstance(self.replicas, AllToAll)
+        return self.replicas.size == 1 or self.replicas.capabilities.can_compress
 
     @property
     def is_optimizer_without_engine(self) -> bool:
         """Whether the optimizer belongs to StackedReplicas and the run to another engine."""
-        is_stacked = isinstance(self.replicas, StackedReplicas)
-        return isinstance(self.base.optimizer, StackedOptimizer) and not is_stacked
+        is_of_engine = isinstance(self.base.optimizer, EngineOptimizer)
+        return is_of_engine and not self.replicas.capabilities.has_own_optimizer
 
     @property
     def has_every_model(self) -> bool:
@@ -63,32 +57,31 @@ class Setup:
 
     @property
     def has_torchft_optimizer(self) -> bool:
-        return is_of_torchft(self.base.optimizer)
+        return is_elastic(self.replicas) and self.replicas.wraps(self.base.optimizer)
 
     @property
     def torchft_gradients(self) -> str:
         """The value of `gradients` that fits a model under a torchft manager."""
-        return "shared" if shares_gradients(self.model) else "local"
+        shares = is_elastic(self.replicas) and self.replicas.shares_gradients_of(self.model)
+        return "shared" if shares else "local"
 
     @property
     def has_sync_batch_norm(self) -> bool:
-        return any(isinstance(module, nn.SyncBatchNorm) for module in self._modules())
+        modules = () if self.model is None else self.model.modules()
+        return any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
     @property
     def is_under_ddp(self) -> bool:
-        return any(isinstance(module, DistributedDataParallel) for module in self._modules())
+        return self.model is not None and bool(ddp_modules(self.model))
 
     @property
     def has_static_graph(self) -> bool:
-        ddp = (module for module in self._modules() if isinstance(module, DistributedDataParallel))
+        ddp = [] if self.model is None else ddp_modules(self.model)
         return any(module.static_graph for module in ddp)
 
     @property
     def is_under_fsdp(self) -> bool:
         return self.model is not None and is_sharded(self.model)
-
-    def _modules(self) -> Iterable[nn.Module]:
-        return () if self.model is None else self.model.modules()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,8 +25,7 @@ from hdet.records.events import Event, ReplicaInfo, RunEvent
 from hdet.records.lr_trace import LRTrace
 from hdet.records.sinks import Record
 from hdet.records.writer import Timers, installed_versions, open_recorder
-from hdet.replicas.protocol import Replicas
-from hdet.replicas.torchft import TorchftReplicas
+from hdet.replicas.protocol import Replicas, is_elastic
 from hdet.scheduler import state
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import check_compatible, check_knobs
@@ -59,7 +58,7 @@ class Run:
     ) -> None:
         """Check everything on all replicas at once, then take the first values."""
         self.replicas = replicas
-        self.elastic = replicas if isinstance(replicas, TorchftReplicas) else None
+        self.elastic = replicas if is_elastic(replicas) else None
         """Where replicas come and go."""
         try:
             self.base, self.settings = prepare(replicas)

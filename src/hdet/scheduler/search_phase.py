@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hdet.control.stall_detector import is_far_off
-from hdet.lr_search.constants import DEFAULT_TAIL
+from hdet.lr_search.constants import DEFAULT_TAIL, MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import Observation
 from hdet.lr_search.plan import check_room
@@ -17,6 +17,7 @@ from hdet.lr_search.reasons import INTERRUPTED, NO_TIME, NOTHING_FOUND
 from hdet.lr_search.scout import AllRatesDiverged, Scout
 from hdet.lr_search.transfer import peak_over_mean
 from hdet.records.events import GuardEvent, SearchEvent, TriedRate
+from hdet.replicas.protocol import records_calls
 from hdet.scheduler.base_schedule import ScheduleShares
 from hdet.scheduler.compatibility import why_no_scout
 from hdet.scheduler.run import Run
@@ -168,8 +169,8 @@ class SearchPhase:
         )
         if told is not None:
             trial.resume(told)
-        if run.settings.probe is None:
-            trial.use_held_out(run.replicas.hold_out())
+        if run.settings.probe is None and records_calls(run.replicas):
+            trial.use_held_out(run.replicas.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS))
         run.knob_bank.rest()
         return trial
 

@@ -14,8 +14,7 @@ from hdet.lr_search.observations import Observation, hit_by_bad_batch, observati
 from hdet.lr_search.plan import Search
 from hdet.lr_search.scout import Scout
 from hdet.lr_search.transfer import GradientNorms
-from hdet.replicas.protocol import Replicas
-from hdet.replicas.stacked.held_out import HeldOutBatches
+from hdet.replicas.protocol import HeldOutBatches, Replicas
 from hdet.signals.exchange import CycleReport
 from hdet.signals.loss_trace import LossTrace
 from hdet.weights.averaging import ReplicaWeights

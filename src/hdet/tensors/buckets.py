@@ -1,9 +1,8 @@
-"""How tensors travel: large ones in slices of themselves, small ones packed, one bucket in all.
+"""Buckets: how lists of tensors are sent without a copy of the model or a message per tensor.
 
-A converge must not need a second copy of the model, nor one message per tensor. So a tensor that
-is large enough is reduced where it lies, slice by slice, and the small ones are packed into
-scratch memory. The scratch is cut into `SLOTS` equal pieces, so that one can be on the wire while
-the next is packed; together they are never more than `bucket_bytes`.
+A large tensor is reduced in place, slice by slice. Small tensors are packed into scratch memory.
+The scratch is cut into `SLOTS` equal pieces, so that one is sent while the next is packed. Together
+the pieces take at most `bucket_bytes`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,39 +12,45 @@ import torch
 from torch import Tensor
 
 SLOTS = 4
-# Below this many bytes a message costs more than the two copies that packing costs.
+# Below this many bytes a message of its own costs more than the two copies of packing.
 IN_PLACE_BYTES = 1 << 20
-# Below this many bytes a tensor is not worth the launches of a hash; so many are joined at most.
+# Tensors below SMALL_BYTES are hashed together, because launches would dominate the time. At most
+# JOINED_BYTES are joined at once.
 SMALL_BYTES = 1 << 17
 JOINED_BYTES = 1 << 24
 
 
 class Bucket(NamedTuple):
-    """A run of elements that is sent at once."""
+    """Elements that are sent at once."""
 
     wire: Tensor
-    """What travels: a slice of a tensor itself, or a piece of the scratch."""
+    """The memory that is sent: a slice of a tensor, or a piece of the scratch."""
     sources: list[Tensor]
-    """The tensors packed into `wire`; none if it is one of them."""
+    """The tensors that are packed into `wire`. Empty where `wire` is a slice of a tensor."""
     views: list[Tensor]
-    """Their places in `wire`."""
+    """The views of `wire` that hold the sources."""
     joins: bool = False
-    """Whether they lie on its device in its dtype."""
+    """Whether all sources have the device and dtype of `wire`."""
 
     def load(self) -> Tensor:
+        """Copy the sources to the wire, and return it."""
         if self.joins:
-            torch.cat(self.sources, out=self.wire)  # in one call, where no number is converted
+            torch.cat(self.sources, out=self.wire)  # one call, where no element is converted
         elif self.sources:
             torch._foreach_copy_(self.views, self.sources)
         return self.wire
 
     def store(self) -> None:
+        """Copy the wire back to the sources."""
         if self.sources:
             torch._foreach_copy_(self.sources, self.views)
 
 
 class Plan:
-    """The buckets of a list of tensors, and whether the scratch still holds all of them."""
+    """The buckets of a list of tensors.
+
+    `fits` says whether the scratch holds all of them at once, `is_loaded` whether it does now.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], buckets: list[Bucket]) -> None:
         self.tensors = tensors
@@ -55,23 +60,28 @@ class Plan:
 
 
 class Buckets:
-    """The plans of the lists it was last asked for; kept, since cutting them takes time.
+    """Makes the plans of lists of tensors, and caches those that were used last.
 
-    A list is known again by its identity: whoever hands one over does not change it, and makes a
-    new one when a tensor has moved.
+    A list is identified by its identity. Callers do not change a list, and make a new one when one
+    of its tensors has new memory.
+
+    Args:
+        bucket_bytes: The size of the scratch memory on each device.
+        device_types: The types of devices whose tensors can be sent.
     """
 
     def __init__(self, bucket_bytes: int, device_types: Sequence[str] = ("cpu", "cuda")) -> None:
         self.bucket_bytes = bucket_bytes
-        self._device_types = device_types  # of tensors that the wire takes where they are
+        self._device_types = device_types
         self._plans: dict[int, Plan] = {}
         self._in_use: set[int] = set()
         self._scratch: dict[torch.device, Tensor] = {}
 
     def of(self, tensors: Sequence[Tensor]) -> Plan:
-        key = id(tensors)  # the plan holds the list, so nobody else can have its identity
+        """The plan of a list of tensors."""
+        key = id(tensors)  # the plan holds the list, so no other list gets this identity
         if key not in self._plans:
-            # A plan keeps its tensors alive: forget those that nobody has asked for of late.
+            # A plan keeps its tensors alive: drop the plans that were not used lately.
             self._plans = {k: plan for k, plan in self._plans.items() if k in self._in_use}
             self._in_use.clear()
             self._plans[key] = Plan(tensors, self._cut(tensors))
@@ -81,7 +91,7 @@ class Buckets:
         return self._plans[key]
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
-        """A plan keeps its tensors alive: these are not needed any more."""
+        """Drop the plan of a list, which keeps its tensors alive."""
         self._plans.pop(id(tensors), None)
         self._in_use.discard(id(tensors))
 
@@ -105,9 +115,12 @@ class Buckets:
         return in_place + self._pack(groups, piece_bytes)
 
     def _place(self, flat: Tensor) -> torch.device:
-        """Adam keeps its step counts on the CPU, where NCCL cannot read them: they are packed."""
-        taken = flat.device.type in self._device_types
-        return flat.device if taken else torch.device(self._device_types[0])
+        """The device that a tensor is sent from.
+
+        Adam keeps its step counts on the CPU, where NCCL cannot read them.
+        """
+        can_send = flat.device.type in self._device_types
+        return flat.device if can_send else torch.device(self._device_types[0])
 
     def _pack(
         self, groups: list[tuple[torch.device, torch.dtype, list[Tensor]]], piece_bytes: int
@@ -116,7 +129,7 @@ class Buckets:
         for index, (device, dtype, parts) in enumerate(groups):
             sizes = [part.numel() for part in parts]
             num_bytes = sum(sizes) * dtype.itemsize
-            # A model of one small bucket pays for that; any other for all the slots.
+            # A model of one small bucket needs that memory alone, any other all slots.
             memory = self._memory(device, num_bytes if len(groups) == 1 else SLOTS * piece_bytes)
             start = index % SLOTS * piece_bytes
             wire = memory[start : start + num_bytes].view(dtype)
@@ -127,7 +140,7 @@ class Buckets:
     def _memory(self, device: torch.device, num_bytes: int) -> Tensor:
         held = self._scratch.get(device)
         if held is None or held.numel() < num_bytes:
-            self._plans.clear()  # they hold on to the smaller scratch
+            self._plans.clear()  # they hold the smaller scratch
             held = self._scratch[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return held
 
@@ -147,7 +160,7 @@ def fill(parts: list[Tensor], capacity: int) -> Iterator[list[Tensor]]:
 
 
 def packed(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Which tensors to join, by their index: small ones of a kind together, large ones alone."""
+    """Groups of indices: small tensors of one device and dtype together, large ones alone."""
     small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     room: dict[tuple[torch.device, torch.dtype], int] = {}
     for index, tensor in enumerate(tensors):
@@ -164,9 +177,9 @@ def packed(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory, as a view; no copy.
+    """A flat view of a dense tensor, in the order of its memory.
 
-    A channels-last weight is dense too: its dimensions, sorted by stride, are contiguous.
+    A channels-last weight is dense too: its dimensions are contiguous when sorted by stride.
     """
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -179,7 +192,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a value is summed in: half precision in float32, odd integers in int64."""
+    """The dtype that sums are made in: half precision in float32, unusual integers in int64."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.float32 if dtype.itemsize < 4 else dtype
     return dtype if dtype in (torch.int32, torch.int64, torch.uint8) else torch.int64

@@ -1,7 +1,7 @@
-"""Tensors that are shards of larger ones: what of them lies in this process.
+"""DTensors: the shard of a tensor that lies in this process.
 
-A DTensor is known by what it has, not by its type: importing it only to ask takes time, and changes
-the program's warning filters.
+A DTensor is recognized by its attributes, not by its type. Importing the type takes time and
+changes the warning filters of the program.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch.compile, activation checkpointing and FSDP1 put into the names of parameters."""
+"""The names that torch.compile, activation checkpointing and FSDP1 add to parameter names."""
 
 
 def check_initialised(named: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a parameter is lazy."""
     for name, parameter in named.items():
         if is_lazy(parameter):
             raise ValueError(
@@ -24,21 +25,21 @@ def check_initialised(named: Mapping[str, Tensor]) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory that this process has of it: its shard, or itself."""
+    """The memory of a tensor in this process: the shard of a DTensor, or the tensor itself."""
     shard: Tensor | None = getattr(tensor, "_local_tensor", None)
     return tensor if shard is None else shard
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, as after a loss over several processes; everyone who has a shard must ask."""
-    if type(tensor) is Tensor:  # asked at every step
+    """The complete tensor. All processes that hold a shard must call this together."""
+    if type(tensor) is Tensor:  # the common case, at every step
         return tensor
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 class Layout(NamedTuple):
-    """How a shard is made a DTensor again."""
+    """What turns a shard into a DTensor again."""
 
     kind: Any
     mesh: Any
@@ -47,6 +48,7 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
 
     def wrap(self, shard: Tensor) -> Tensor:
+        """The DTensor of a shard."""
         made: Tensor = self.kind.from_local(
             shard,
             self.mesh,
@@ -59,7 +61,7 @@ class Layout(NamedTuple):
 
 
 def layout(tensor: Tensor) -> Layout | None:
-    """None for a tensor that is no shard."""
+    """The layout of a DTensor, or None for a plain tensor."""
     if not hasattr(tensor, "_local_tensor"):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -67,7 +69,7 @@ def layout(tensor: Tensor) -> Layout | None:
 
 
 def cut(full: Tensor, like: Tensor) -> Tensor:
-    """The part of a full tensor that belongs to a shard."""
+    """The slice of a complete tensor that belongs to the shard of `like`."""
     made = layout(like)
     if made is None:
         return full
@@ -80,13 +82,13 @@ def cut(full: Tensor, like: Tensor) -> Tensor:
                 f"`perturb_` needs replicated or sharded parameters, got {made.placements}."
             )
         chunks = full.chunk(made.mesh.size(dimension), placement.dim)
-        place = coordinates[dimension]
-        full = chunks[place] if place < len(chunks) else full.narrow(placement.dim, 0, 0)
+        index = coordinates[dimension]
+        full = chunks[index] if index < len(chunks) else full.narrow(placement.dim, 0, 0)
     return full
 
 
 def sharded_modules(model: nn.Module | None) -> list[Any]:
-    """Those of FSDP2, which may hold whole parameters after a forward without a backward."""
+    """The modules that FSDP2 shards. They may hold complete parameters after a mere forward."""
     if model is None:
         return []
     return [

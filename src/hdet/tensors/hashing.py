@@ -1,4 +1,4 @@
-"""A 64-bit hash of the bits of tensors, the same whatever the hardware and its order of work."""
+"""A 64-bit hash of the bits of tensors that does not depend on hardware or order of execution."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """One number for each tensor; they stay on the device of the first. Small ones go together."""
+    """The hash of each tensor, on the device of the first. Small tensors are hashed together."""
     device = tensors[0].device if tensors else torch.device("cpu")
     found: dict[int, Tensor] = {}
     for members in packed(tensors):
@@ -29,13 +29,13 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Two tensors share it if and only if their bits agree, but for a chance of 2^-64.
+    """The hash of a tensor. Different bits have the same hash with a probability of 2^-64.
 
-    Sums of integers wrap around, and do not depend on the order in which they are made.
+    Sums of integers wrap around, so they do not depend on their order.
     """
     flat = flatten(tensor)
     bits = flat.view(_WORDS[flat.itemsize])
-    # On the CPU a chunk that fits the cache; elsewhere one that is worth a launch.
+    # On the CPU a chunk that fits the cache, elsewhere one that is worth a launch.
     size = max(min(1 << 18 if flat.device.type == "cpu" else 1 << 22, flat.numel()), 1)
     places = torch.arange(1, size + 1, device=flat.device)
     total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
@@ -45,7 +45,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _together(flats: Sequence[Tensor]) -> Tensor:
-    """The fingerprints of small tensors of one kind, without a launch for each of them."""
+    """The hashes of small tensors of one dtype and device, without a launch for each."""
     sizes = [flat.numel() for flat in flats]
     bits = torch.cat(list(flats)).view(_WORDS[flats[0].itemsize])
     numbers = torch.arange(1, max(sizes) + 1, device=bits.device)
@@ -57,6 +57,6 @@ def _together(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _mixed(bits: Tensor, places: Tensor) -> Tensor:
-    """Each mixed with its place before the sum: a linear hash would miss pairs of flipped signs."""
+    """Mix each element with its place: a linear hash would miss pairs of flipped signs."""
     words = bits.long().bitwise_xor(places * _GOLDEN)
     return words.mul_(_MIXER).bitwise_xor_(words >> 29).mul_(_GOLDEN).bitwise_xor_(words >> 32)

@@ -1,4 +1,4 @@
-"""Many tensors in a few launches: one for each would hold up a device that is done sooner."""
+"""Operations on many tensors in a few launches."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 AT_ONCE = 1 << 28
-"""So many bytes of memory may be used for a moment, unless a single tensor has more."""
+"""The bytes of temporary memory that an operation may use, unless a single tensor has more."""
 
 
 @torch.no_grad()
 def copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
-    """One of each, with the strides of a dense one; in other dtypes if these are given.
+    """A dense copy of each tensor with its strides, in other dtypes if these are given.
 
     >>> one, other = copies([torch.ones(2), torch.arange(3)])
     >>> one, other
@@ -25,7 +25,10 @@ def copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = Non
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Each into its own; those of a kind at once, since torch takes mixed ones one by one."""
+    """Copy each source to its target.
+
+    Tensors of one device and dtype are copied at once: torch copies mixed ones one by one.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         mine, theirs = kinds.setdefault((source.device, source.dtype), ([], []))
@@ -36,22 +39,22 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether all elements of all of them are, on the device of the first.
+    """Whether all elements of all tensors are finite, on the device of the first.
 
     >>> are_finite([torch.ones(2), torch.tensor([1.0, float("nan")])]), are_finite([torch.ones(2)])
     (tensor(False), tensor(True))
     """
     own = [tensor.detach() for tensor in tensors if tensor.numel()]
-    found = _largest([tensor for tensor in own if _is_usual(tensor)])
-    found += [tensor.float().abs().amax() for tensor in own if _is_tiny(tensor)]
+    found = _largest([tensor for tensor in own if _is_float(tensor)])
+    found += [tensor.float().abs().amax() for tensor in own if _is_float8(tensor)]
     if not found:
         return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
-    return _together(found).isfinite().all()
+    return _stacked(found).isfinite().all()
 
 
 @torch.no_grad()
 def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether each has the elements of its other; those that are not finite equal none.
+    """Whether tensors are equal pair by pair. Elements that are not finite equal none.
 
     >>> are_equal([torch.ones(2), torch.arange(3)], [torch.ones(2), torch.arange(3)])
     True
@@ -59,17 +62,17 @@ def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     pairs = list(zip(ones, others, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         return False
-    rest = [pair for pair in pairs if not _is_usual(pair[0])]
+    rest = [pair for pair in pairs if not _is_float(pair[0])]
     apart: list[Tensor] = []
-    for part in _parts([pair for pair in pairs if _is_usual(pair[0]) and pair[0].numel()]):
+    for part in _parts([pair for pair in pairs if _is_float(pair[0]) and pair[0].numel()]):
         apart += _largest(torch._foreach_sub(*map(list, zip(*part, strict=True))))
-    if apart and bool((_together(apart) != 0).any()):
+    if apart and bool((_stacked(apart) != 0).any()):
         return False
-    return all(torch.equal(_as_usual(a), _as_usual(b)) for a, b in rest)
+    return all(torch.equal(_with_arithmetic(a), _with_arithmetic(b)) for a, b in rest)
 
 
 def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Not all at once: their difference takes memory."""
+    """Pairs in groups of a limited size, because their differences take memory."""
     part: list[tuple[Tensor, Tensor]] = []
     size = 0
     for pair in pairs:
@@ -83,24 +86,25 @@ def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor
 
 
 def _largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest absolute value of each; not finite if one of its elements is not."""
+    """The largest absolute value of each tensor. It is not finite if an element is not."""
     return list(torch._foreach_norm(list(tensors), float("inf"))) if tensors else []
 
 
-def _together(numbers: list[Tensor]) -> Tensor:
+def _stacked(numbers: list[Tensor]) -> Tensor:
+    """Numbers of any device and dtype as one tensor."""
     if len({(number.device, number.dtype) for number in numbers}) > 1:
         numbers = [number.to(numbers[0].device, torch.float64) for number in numbers]
     return torch.stack(numbers)
 
 
-def _is_tiny(tensor: Tensor) -> bool:
-    """Whether it is one of the kinds of eight bits, which torch computes nothing with."""
+def _is_float8(tensor: Tensor) -> bool:
+    """Whether a tensor has a float of eight bits, for which torch has no arithmetic."""
     return tensor.is_floating_point() and tensor.itemsize == 1
 
 
-def _is_usual(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() and not _is_tiny(tensor)) or tensor.is_complex()
+def _is_float(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() and not _is_float8(tensor)) or tensor.is_complex()
 
 
-def _as_usual(tensor: Tensor) -> Tensor:
-    return tensor.float() if _is_tiny(tensor) else tensor
+def _with_arithmetic(tensor: Tensor) -> Tensor:
+    return tensor.float() if _is_float8(tensor) else tensor

@@ -1,4 +1,4 @@
-"""The layout of a row of scores as it travels between processes."""
+"""The layout of a row of scores that is sent between processes."""
 
 import math
 
@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 32
-"""So many scores of a replica travel; more are averaged in groups."""
-
-
+"""The scores of a replica that are sent. More scores are averaged in groups."""
 NUM_BATCH_WORDS = 2
-"""Columns of a row that say which batches were scored."""
+"""The columns of a row that identify the batches that were scored."""
 
 
 def pad_scores(scores: Tensor, words: Tensor) -> Tensor:
-    """A row of scores as it travels: up to its full length, then which batches were scored."""
+    """A row as it is sent: the scores, padding up to `MAX_SCORES`, and the batches' words."""
     padding = scores.new_full((MAX_SCORES - len(scores),), math.nan)
     # A nan among the scores must not look like padding.
     return torch.cat([torch.where(scores.isnan(), math.inf, scores), padding, words])

@@ -7,7 +7,11 @@ import torch
 
 
 class Stopwatch:
-    """Time on the device of the tensors at hand, without making the host wait for it."""
+    """Measures time on a device without making the host wait.
+
+    Args:
+        device: Where the work is done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -15,7 +19,7 @@ class Stopwatch:
         self.mark()
 
     def mark(self) -> None:
-        """Once to start (the constructor does it), once to stop."""
+        """Stop the watch. The constructor has started it."""
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -24,7 +28,11 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
     def seconds(self, *, wait: bool = False) -> float | None:
-        """The time between the two marks; none while the device is still busy with it."""
+        """The time between start and stop, or None while the device is still busy.
+
+        Args:
+            wait: Wait for the device.
+        """
         start, stop = self._marks
         if self._on_cuda and wait:
             stop.synchronize()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.replicas.error_feedback import AllToAll, CompressedAverage, Places
-from hdet.replicas.protocol import Means, Replicas, Rows
+from hdet.replicas.error_feedback import CompressedAverage, Places
+from hdet.replicas.protocol import Means, Replicas, Rows, can_compress
 from hdet.replicas.quantization import CODECS
 from hdet.tensors.buckets import wire_dtype
 from hdet.tensors.dtensor import local
@@ -43,7 +43,7 @@ class ReplicaWeights:
             None if outer is None else OuterOptimizer(outer, optimizer, self._replicas_tensors)
         )
         self._compressed: CompressedAverage | None = None
-        if compress is not None and isinstance(replicas, AllToAll):
+        if compress is not None and can_compress(replicas):
             self._compressed = CompressedAverage(replicas, CODECS[compress])
         self._pending: PendingAverage | None = None
         self._num_sent: tuple[Agreed, Places] = ({}, [])

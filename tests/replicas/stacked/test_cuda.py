@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hdet
 from benchmarks.zoo.models import GPT, ResNet18, Size, gpt_loss, image_loss
+from hdet.lr_search.constants import MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N = 4
@@ -59,7 +60,9 @@ def train(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "odd heads"])
-def test_every_way_is_the_same_run(name: str, gradients: str, compiled: bool) -> None:
+def test_all_modes_and_compiled_runs_on_cuda_agree(
+    name: str, gradients: str, compiled: bool
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no fallback
         warnings.filterwarnings("ignore", message=".*TensorFloat32.*|.*max_autotune.*")
@@ -72,7 +75,7 @@ def test_every_way_is_the_same_run(name: str, gradients: str, compiled: bool) ->
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "odd heads"])
-def test_half_precision_is_close(name: str, compiled: bool) -> None:
+def test_half_precision_run_on_cuda_is_close_to_float32(name: str, compiled: bool) -> None:
     # Few steps: BatchNorm on 8 images makes much of every rounding.
     want = train(name, "shared", "loop", False, torch.float32, steps=3)[0]
     got = train(name, "shared", "auto", compiled, torch.bfloat16, steps=3)[0]
@@ -80,7 +83,7 @@ def test_half_precision_is_close(name: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
-def test_batches_that_are_held_out_score_the_same_captured(name: str) -> None:
+def test_held_out_scores_are_equal_with_captured_graphs(name: str) -> None:
     """A replay for all replicas on one part, and none of it is seen by the run."""
     tables = []
     for compiled in (False, True):
@@ -89,8 +92,7 @@ def test_batches_that_are_held_out_score_the_same_captured(name: str) -> None:
         ensemble = hdet.StackedReplicas(model, N)
         if compiled:
             ensemble.compile()
-        held = ensemble.hold_out()
-        assert held is not None
+        held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
         while held.steps_left:
             ensemble.losses(loss_function, *batch).sum().backward()
             held.end_step()
@@ -104,7 +106,7 @@ def test_batches_that_are_held_out_score_the_same_captured(name: str) -> None:
         torch.testing.assert_close(table, tables[0], rtol=2e-3, atol=2e-4)
 
 
-def test_a_cycle_has_one_host_sync() -> None:
+def test_cycle_on_cuda_synchronizes_with_the_host_once() -> None:
     model, loss_function, batch = workload("gpt")
     ensemble = hdet.StackedReplicas(model, N)
     optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
@@ -149,7 +151,7 @@ def batch(seed: int, num: int = 32) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_dropout_is_drawn_anew_at_every_replay_and_can_be_repeated(mode: str) -> None:
+def test_dropout_draws_new_masks_at_every_replay_and_is_reproducible(mode: str) -> None:
     _, ensemble = small(mode, dropout=0.5)
     ensemble.losses(label_loss, *batch(0))
 
@@ -178,7 +180,7 @@ def test_gradients_accumulate_over_replays(mode: str) -> None:
         torch.testing.assert_close(total, one + two)
 
 
-def test_a_backward_that_comes_too_late_is_an_error() -> None:
+def test_backward_after_the_next_replay_raises_an_error() -> None:
     _, ensemble = small()
     losses = ensemble.losses(label_loss, *batch(1))
     ensemble.losses(label_loss, *batch(2))
@@ -186,7 +188,7 @@ def test_a_backward_that_comes_too_late_is_an_error() -> None:
         losses.sum().backward()
 
 
-def test_a_batch_of_another_size_is_another_capture() -> None:
+def test_batch_of_another_size_is_captured_separately() -> None:
     model, ensemble = small()
     plain = copy.deepcopy(model)
     for num in (32, 16, 32):
@@ -200,7 +202,7 @@ def test_a_batch_of_another_size_is_another_capture() -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_what_cannot_be_captured_runs_all_the_same() -> None:
+def test_loss_that_cannot_be_captured_runs_uncaptured() -> None:
     _, ensemble = small("loop")
 
     def looks(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -213,7 +215,7 @@ def test_what_cannot_be_captured_runs_all_the_same() -> None:
     assert losses.isfinite().all()
 
 
-def test_one_state_for_all_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_optimizer_state_on_cuda_gives_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
     together = train("gpt", "shared", "auto", False, torch.float32)
     monkeypatch.setattr("hdet.replicas.stacked.optimizer.moves_in_proportion", lambda _: False)
     apart = train("gpt", "shared", "auto", False, torch.float32)
@@ -222,7 +224,7 @@ def test_one_state_for_all_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_a_captured_run_reads_its_knobs_from_memory(mode: Any) -> None:
+def test_captured_run_follows_changes_of_its_knobs(mode: Any) -> None:
     """Each replay has the values of now, one for each replica."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).cuda()
@@ -252,7 +254,7 @@ def test_a_captured_run_reads_its_knobs_from_memory(mode: Any) -> None:
             torch.testing.assert_close(losses[replica], want, rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_with_knobs_and_a_probe_trains_captured() -> None:
+def test_captured_run_with_knobs_and_a_probe_trains() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)).cuda()
     knobs = [hdet.lr(), hdet.weight_decay(), hdet.dropout(model), hdet.gradient_clip(1.0)]

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
-from hdet.replicas.stacked.held_out import MAX_CALLS, HeldOutBatches
+from hdet.lr_search.constants import MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
+from hdet.replicas.protocol import HeldOutBatches
+from hdet.replicas.stacked.held_out import MAX_CALLS
 from tests.scheduler.test_search_trial import LR, STEPS, N, Run, net
 from tests.small_run import batch, loss_of
 
@@ -59,7 +60,7 @@ def alone(
     return scores(mean, steps).mean()
 
 
-def test_every_replica_scores_the_same_batches_which_none_has_seen(tmp_path: Path) -> None:
+def test_every_replica_is_scored_on_the_same_held_out_batches(tmp_path: Path) -> None:
     one = run(record=tmp_path).go(KEPT + STEPS)
     trial = one.scheduler._run.trial
     assert trial is not None
@@ -70,7 +71,7 @@ def test_every_replica_scores_the_same_batches_which_none_has_seen(tmp_path: Pat
         assert point.error > 0
 
 
-def test_what_is_kept_is_not_trained_on_and_scoring_leaves_no_trace() -> None:
+def test_held_out_batches_are_not_trained_on_and_scoring_changes_nothing() -> None:
     one = run()
     before = one.vectors()
     torch.manual_seed(7)
@@ -88,7 +89,7 @@ def test_what_is_kept_is_not_trained_on_and_scoring_leaves_no_trace() -> None:
     assert one.scheduler.get_knobs()["lr/group0"] != 1
 
 
-def test_closely_the_first_batches_of_rounds_before_count_too() -> None:
+def test_refinement_also_scores_the_first_batches_of_earlier_rounds() -> None:
     one = run(total=400).go(KEPT + STEPS)
     trial = one.scheduler._run.trial
     assert trial is not None
@@ -114,12 +115,11 @@ def test_closely_the_first_batches_of_rounds_before_count_too() -> None:
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_both_ways_of_running_replicas_score_the_same(mode: Any) -> None:
+def test_vmap_and_loop_give_the_same_held_out_scores(mode: Any) -> None:
     torch.manual_seed(0)
     model = net()
     ensemble = hdet.StackedReplicas(model, N, mode=mode)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     for step in range(KEPT):
         ensemble.losses(loss_of, torch.cat([batch(step, replica) for replica in range(N)]))
         held.end_step()
@@ -134,8 +134,7 @@ def test_both_ways_of_running_replicas_score_the_same(mode: Any) -> None:
 def test_many_replicas_score_eight_parts_of_one_batch() -> None:
     num = 2 * NUM_HELD_OUT_PARTS
     ensemble = hdet.StackedReplicas(net(), num)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     assert held.steps_left == 1
     ensemble.losses(loss_of, torch.cat([batch(0, replica) for replica in range(num)]))
     held.end_step()
@@ -165,7 +164,7 @@ class Elsewhere(Run):
         super().step()
 
 
-def test_losses_from_elsewhere_are_what_there_is() -> None:
+def test_losses_computed_outside_the_engine_replace_held_out_scores() -> None:
     one = Elsewhere("stacked", probe=None, scout=SCOUT)
     one.go(KEPT)
     trial = one.scheduler._run.trial
@@ -179,7 +178,7 @@ def test_losses_from_elsewhere_are_what_there_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the scout had no time")
-def test_a_scout_without_a_step_to_spare_goes_by_losses() -> None:
+def test_scout_without_spare_steps_compares_training_losses() -> None:
     short = hdet.Scout(decades=2, share=0.05)
     one, other = (run(engine, scout=short) for engine in ("stacked", "unheard"))
     for ours, theirs in zip(one.go(40).vectors(), other.go(40).vectors(), strict=True):
@@ -201,7 +200,7 @@ class Bad(Run):
 
 
 @pytest.mark.parametrize(("first", "is_kept"), [(1, True), (2, True), (60, False)])
-def test_a_bad_batch_is_not_kept_but_the_next_one_is(first: int, is_kept: bool) -> None:
+def test_batch_with_losses_that_are_not_finite_is_not_held_out(first: int, is_kept: bool) -> None:
     one = Bad("stacked", probe=None, scout=SCOUT)
     one.first = first
     trial = one.scheduler._run.trial
@@ -216,7 +215,7 @@ def test_a_bad_batch_is_not_kept_but_the_next_one_is(first: int, is_kept: bool) 
         assert one.scheduler.get_knobs()["lr/group0"] > 1
 
 
-def test_a_resumed_scout_keeps_other_batches_and_ends() -> None:
+def test_resumed_scout_holds_out_new_batches_and_ends() -> None:
     one = run().go(KEPT + STEPS + 2)  # in the middle of the second round
     one.scheduler.converge()
     other = run()
@@ -236,7 +235,7 @@ def test_a_resumed_scout_keeps_other_batches_and_ends() -> None:
     assert 1 / 3 < found[0] / found[1] < 3
 
 
-def test_points_of_other_batches_are_moved_to_those_of_before() -> None:
+def test_scores_of_new_batches_are_shifted_to_those_before_a_resume() -> None:
     """All batches of a resumed run are harder: that must not look like a loss."""
     one = run().go(KEPT)
     trial = one.scheduler._run.trial
@@ -253,8 +252,7 @@ def test_points_of_other_batches_are_moved_to_those_of_before() -> None:
 
 def small(mode: Any = "auto") -> tuple[hdet.StackedReplicas, Any]:
     ensemble = hdet.StackedReplicas(net(), N, mode=mode)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     return ensemble, held
 
 
@@ -262,7 +260,7 @@ def global_batch(step: int) -> Tensor:
     return torch.cat([batch(step, replica) for replica in range(N)])
 
 
-def test_micro_batches_count_together_wherever_they_lie_in_memory() -> None:
+def test_held_out_micro_batches_of_a_step_are_averaged() -> None:
     ensemble, held = small()
     x = torch.empty_like(global_batch(0))
     for step in range(KEPT):
@@ -279,7 +277,7 @@ def test_micro_batches_count_together_wherever_they_lie_in_memory() -> None:
     )
 
 
-def test_an_evaluation_in_between_is_not_kept() -> None:
+def test_evaluation_during_a_held_out_step_is_not_recorded() -> None:
     ensemble, held = small()
     model = ensemble.modules(None)[0]
     model.eval()
@@ -291,7 +289,7 @@ def test_an_evaluation_in_between_is_not_kept() -> None:
     assert held.is_empty
 
 
-def test_a_loop_that_never_ends_its_step_fills_no_memory() -> None:
+def test_recording_is_limited_if_the_loop_never_calls_step() -> None:
     ensemble, held = small()
     for _ in range(MAX_CALLS + 2):
         ensemble.losses(loss_of, global_batch(0))
@@ -300,7 +298,7 @@ def test_a_loop_that_never_ends_its_step_fills_no_memory() -> None:
     assert held.is_empty
 
 
-def test_a_loss_that_differentiates_itself_is_scored_too() -> None:
+def test_loss_that_computes_gradients_can_be_scored() -> None:
     def penalised(model: Any, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         loss = loss_of(model, x)
@@ -316,7 +314,7 @@ def test_a_loss_that_differentiates_itself_is_scored_too() -> None:
     )
 
 
-def test_scores_are_made_under_the_autocast_of_the_loop() -> None:
+def test_held_out_scores_use_the_autocast_of_the_training_loop() -> None:
     """But what that remembers are casts of other weights, in a loop that calls `step()` inside."""
     seen = []
 
@@ -336,7 +334,7 @@ def test_scores_are_made_under_the_autocast_of_the_loop() -> None:
     assert set(seen) == {(torch.bfloat16, False)}
 
 
-def test_a_look_in_mid_run_keeps_batches_of_its_own() -> None:
+def test_search_during_a_run_holds_out_its_own_batches() -> None:
     one = run(scout=None, total=400).go(20)
     weights = one.vectors()
     one.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS, share=0.3))
@@ -352,7 +350,7 @@ def test_a_look_in_mid_run_keeps_batches_of_its_own() -> None:
     assert one.ensemble._forward.call_recorder is None
 
 
-def test_the_default_on_one_device_needs_no_probe(tmp_path: Path) -> None:
+def test_default_scout_of_stacked_replicas_needs_no_probe(tmp_path: Path) -> None:
     model = net()
     ensemble = hdet.StackedReplicas(model, 8)
     optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-6))
@@ -393,7 +391,7 @@ def started(
 
 
 @pytest.mark.parametrize("drift", [-3e-3, 3e-3])
-def test_a_loss_that_drifts_by_itself_changes_nothing(drift: float) -> None:
+def test_loss_that_drifts_over_time_does_not_change_the_choice(drift: float) -> None:
     found = []
     for slope in (0.0, drift):
         ensemble, optimizer, scheduler = started(net())
@@ -409,7 +407,7 @@ def test_a_loss_that_drifts_by_itself_changes_nothing(drift: float) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
-def test_knobs_rest_in_all_that_is_scored() -> None:
+def test_knobs_are_neutral_while_held_out_batches_are_scored() -> None:
     """Smoothing raises every loss: the outset without it must not be compared with."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
@@ -428,7 +426,7 @@ def test_knobs_rest_in_all_that_is_scored() -> None:
     assert scheduler.get_knobs()["lr/group0"] > 1
 
 
-def test_what_was_training_is_scored_as_training() -> None:
+def test_held_out_scores_use_the_training_flags_of_the_recorded_call() -> None:
     """Also by a loop that evaluates before `step()`, and leaves the model so."""
     found = []
     for leaves in (False, True):
@@ -448,7 +446,7 @@ def test_what_was_training_is_scored_as_training() -> None:
     assert found[0] == found[1]
 
 
-def test_batches_that_are_drawn_at_random_are_not_drawn_again() -> None:
+def test_random_batches_are_not_drawn_twice_while_scouting() -> None:
     torch.manual_seed(5)
     ensemble, optimizer, scheduler = started(net(), total=400)
     seen, states = [], []
@@ -464,7 +462,7 @@ def test_batches_that_are_drawn_at_random_are_not_drawn_again() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])  # as before the first step
 
 
-def test_by_losses_after_a_resume_only_what_is_gained_counts() -> None:
+def test_after_a_resume_with_losses_only_gains_are_compared() -> None:
     """Batches of another signal lie somewhere else: the first rounds were scored far below."""
     one = run().go(KEPT + STEPS)
     one.scheduler.converge()
@@ -498,13 +496,12 @@ class Rebinding(nn.Module):
         return output
 
 
-def test_every_part_is_scored_with_the_buffers_of_now() -> None:
+def test_every_held_out_part_is_scored_with_the_current_buffers() -> None:
     torch.manual_seed(0)
     model = Rebinding().double()
     twin = copy.deepcopy(model)
     ensemble = hdet.StackedReplicas(model, N, mode="loop")
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     for step in range(KEPT):
         ensemble.losses(loss_of, global_batch(step))
         held.end_step()
@@ -515,7 +512,7 @@ def test_every_part_is_scored_with_the_buffers_of_now() -> None:
     assert rows[0, :NUM_HELD_OUT_PARTS].tolist() == pytest.approx(want.tolist(), rel=1e-12)
 
 
-def test_what_is_kept_holds_no_graph() -> None:
+def test_recorded_calls_hold_no_autograd_graph() -> None:
     encoder = nn.Linear(3, 3).double()
     ensemble, held = small()
     for step in range(KEPT):
@@ -527,7 +524,7 @@ def test_what_is_kept_holds_no_graph() -> None:
     assert held.rows(NUM_HELD_OUT_PARTS)[:, :NUM_HELD_OUT_PARTS].isfinite().all()
 
 
-def test_nothing_is_kept_for_a_run_that_is_gone() -> None:
+def test_recorded_batches_are_freed_with_their_run() -> None:
     ensemble, held = small()
     kept = weakref.ref(held)
     del held
@@ -535,13 +532,12 @@ def test_nothing_is_kept_for_a_run_that_is_gone() -> None:
     ensemble.losses(loss_of, global_batch(0))
 
 
-def test_dropout_draws_anew_for_every_part() -> None:
+def test_dropout_draws_new_masks_for_every_held_out_part() -> None:
     """The luck of a replica must not be the same on all of them: that would look like skill."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
     ensemble = hdet.StackedReplicas(model, 8)
-    held = ensemble.hold_out()
-    assert held is not None
+    held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
     x = batch(0, 0).repeat(8, 1)  # all parts are the same
     ensemble.losses(loss_of, x)
     held.end_step()
@@ -551,7 +547,7 @@ def test_dropout_draws_anew_for_every_part() -> None:
     assert torch.equal(rows, again)  # and no draw is the run's
 
 
-def test_a_loss_that_writes_into_its_batch_changes_nothing_that_is_kept() -> None:
+def test_loss_that_writes_into_its_batch_does_not_change_the_recorded_batch() -> None:
     def writes(model: Any, x: Tensor) -> Tensor:
         return loss_of(model, x.mul_(0.5))
 
@@ -567,7 +563,7 @@ def test_a_loss_that_writes_into_its_batch_changes_nothing_that_is_kept() -> Non
     assert first == pytest.approx(float(want.mean()), rel=1e-12)
 
 
-def test_what_the_outset_was_scored_by_is_known_after_any_number_of_resumes() -> None:
+def test_state_knows_what_scored_the_start_after_any_number_of_resumes() -> None:
     one = run().go(KEPT + STEPS)
     for _ in range(2):
         one.scheduler.converge()
@@ -580,7 +576,7 @@ def test_what_the_outset_was_scored_by_is_known_after_any_number_of_resumes() ->
         assert trial.moves
 
 
-def test_a_loss_that_cannot_be_called_again_is_no_reason_to_stop() -> None:
+def test_loss_that_cannot_be_repeated_falls_back_to_training_losses() -> None:
     class Once:
         def __init__(self) -> None:
             self.left: Any = None
@@ -606,7 +602,7 @@ def test_a_loss_that_cannot_be_called_again_is_no_reason_to_stop() -> None:
     assert scheduler.get_knobs()["lr/group0"] != 1
 
 
-def test_inputs_that_want_gradients_have_them_wherever_scores_are_made() -> None:
+def test_inputs_that_require_gradients_have_them_while_scored() -> None:
     def sloped(model: Any, x: Tensor) -> Tensor:
         loss = loss_of(model, x)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -620,7 +616,7 @@ def test_inputs_that_want_gradients_have_them_wherever_scores_are_made() -> None
         assert held.rows(NUM_HELD_OUT_PARTS)[:, :NUM_HELD_OUT_PARTS].isfinite().all()
 
 
-def test_replicas_can_be_copied_while_somebody_listens() -> None:
+def test_replicas_can_be_copied_while_calls_are_recorded() -> None:
     ensemble, held = small()
     assert copy.deepcopy(ensemble).size == N
     assert held.is_empty

@@ -44,7 +44,7 @@ def global_batch(step: int, num: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("name", sorted(toy.OPTIMIZERS))
-def test_every_number_equals_the_reference(
+def test_stacked_run_equals_the_reference_in_every_number(
     tmp_path: Path, name: str, gradients: str, mode: str
 ) -> None:
     settings: dict[str, Any] = {**SETTINGS, "gradients": gradients}
@@ -86,7 +86,7 @@ class Stubborn(nn.Module):
         return hidden * 2 if hidden.sum().item() > 1e9 else hidden
 
 
-def test_what_vmap_cannot_run_is_run_in_a_loop_with_one_notice() -> None:
+def test_model_that_vmap_cannot_run_is_run_in_a_loop_with_one_warning() -> None:
     ensemble = StackedReplicas(Stubborn(), 2)
     plain = StackedReplicas(Stubborn(), 2, mode="loop")
     plain.load_state_dict(ensemble.state_dict())
@@ -102,7 +102,7 @@ def test_what_vmap_cannot_run_is_run_in_a_loop_with_one_notice() -> None:
             torch.testing.assert_close(buffer, theirs.get_buffer(name))
 
 
-def test_batch_norm_keeps_the_statistics_of_every_replica() -> None:
+def test_batch_norm_has_separate_statistics_on_every_replica() -> None:
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     state = network.state_dict()
     single = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -115,7 +115,7 @@ def test_batch_norm_keeps_the_statistics_of_every_replica() -> None:
         torch.testing.assert_close(ensemble.modules(None)[1].get_buffer(name), buffer)
 
 
-def test_dropout_differs_between_replicas_and_can_be_repeated() -> None:
+def test_dropout_differs_between_replicas_and_is_reproducible() -> None:
     ensemble = StackedReplicas(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 2, mode="vmap")
     x = torch.ones(2, 4)
 
@@ -128,7 +128,7 @@ def test_dropout_differs_between_replicas_and_can_be_repeated() -> None:
     assert torch.equal(first, draw())
 
 
-def test_gradients_are_clipped_for_every_replica() -> None:
+def test_clip_grad_norm_clips_every_replica_by_its_own_norm() -> None:
     ensemble = StackedReplicas(nn.Linear(1, 1, bias=False), 2, mode="vmap")
     ensemble.share_gradients(None, False)
     optimizer = ensemble.optimizer(lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
@@ -139,7 +139,7 @@ def test_gradients_are_clipped_for_every_replica() -> None:
     torch.testing.assert_close(gradients, [torch.tensor([[1.0]]), torch.tensor([[0.5]])])
 
 
-def test_all_can_take_one_replicas_place_and_the_consensus_is_an_ordinary_module() -> None:
+def test_select_copies_one_replica_to_all_and_consensus_is_an_ordinary_module() -> None:
     ensemble = StackedReplicas(nn.Linear(1, 1), 3)
     hdet.perturb_(ensemble.modules(None)[0], 0.5, replicas=ensemble)
     weights = [module.get_parameter("weight").detach().clone() for module in ensemble.modules(None)]
@@ -150,7 +150,7 @@ def test_all_can_take_one_replicas_place_and_the_consensus_is_an_ordinary_module
         assert torch.equal(module.get_parameter("weight"), weights[1])
 
 
-def test_a_batch_that_does_not_split_is_refused() -> None:
+def test_batch_that_does_not_split_evenly_is_refused() -> None:
     ensemble = StackedReplicas(nn.Linear(1, 1), 3)
     with pytest.raises(ValueError, match="must split evenly over 3 replicas, got 4 samples"):
         ensemble.losses(loss_function, torch.ones(4, 1), torch.zeros(4))
@@ -249,7 +249,7 @@ def hdet_noise(model: nn.Module, replica: int) -> None:
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_model_is_that_of_its_copies(
+def test_stacked_model_equals_separate_copies_for_every_kind_of_model(
     name: str, shared: bool, mode: Any, compiled: bool
 ) -> None:
     model, function, batch = MODELS[name]()
@@ -283,7 +283,7 @@ def test_tied_weights_stay_tied() -> None:
     assert ensemble.consensus().state_dict().keys() == model.state_dict().keys()
 
 
-def test_activation_checkpointing_is_run_in_a_loop() -> None:
+def test_model_with_activation_checkpointing_is_run_in_a_loop() -> None:
     model = Checkpointed(reentrant=False)
     losses, gradients = one_by_one(model, loss_function, batch := batch_of(3), 2, True)
     ensemble = StackedReplicas(model, 2)
@@ -296,7 +296,7 @@ def test_activation_checkpointing_is_run_in_a_loop() -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], gradients[0])
 
 
-def test_a_gradient_that_goes_past_the_sharing_is_an_error() -> None:
+def test_gradient_that_bypasses_sharing_raises_an_error() -> None:
     model = Checkpointed(reentrant=True)
     ensemble = StackedReplicas(model, 2, mode="loop")
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -306,7 +306,7 @@ def test_a_gradient_that_goes_past_the_sharing_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_autocast_reaches_every_product(mode: Any) -> None:
+def test_autocast_under_vmap_reaches_every_matrix_product(mode: Any) -> None:
     seen = []
 
     def function(model: Any, x: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def test_autocast_reaches_every_product(mode: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [-100, 1])
-def test_the_compilers_cross_entropy_is_torchs(reduction: str, ignored: int) -> None:
+def test_cross_entropy_for_the_compiler_equals_that_of_torch(reduction: str, ignored: int) -> None:
     def function(model: Any, x: Tensor, y: Tensor) -> Tensor:
         options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
         return F.cross_entropy(model(x), y, **options).sum()
@@ -343,7 +343,7 @@ def test_the_compilers_cross_entropy_is_torchs(reduction: str, ignored: int) -> 
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_channels_last_weights_stay_so() -> None:
+def test_channels_last_weights_stay_channels_last_when_stacked() -> None:
     model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     strides = model.weight.stride()
     ensemble = StackedReplicas(model, 2)
@@ -351,7 +351,7 @@ def test_channels_last_weights_stay_so() -> None:
         assert module.get_parameter("weight").stride() == strides
 
 
-def test_dropout_in_a_loop_differs_too_and_the_first_batch_draws_no_more_than_others() -> None:
+def test_dropout_in_a_loop_differs_and_the_choice_of_mode_draws_no_random_numbers() -> None:
     ensemble = StackedReplicas(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 2, mode="loop")
     auto = StackedReplicas(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 2)
     auto.load_state_dict(ensemble.state_dict())
@@ -366,7 +366,7 @@ def test_dropout_in_a_loop_differs_too_and_the_first_batch_draws_no_more_than_ot
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_compiled_dropout_takes_batches_of_every_size(mode: Any) -> None:
+def test_compiled_dropout_accepts_batches_of_every_size(mode: Any) -> None:
     """The last batch of an epoch: torch would make its shape a symbol, which vmap cannot draw."""
     ensemble = StackedReplicas(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5)), 2, mode=mode)
     ensemble.compile(backend="aot_eager")
@@ -378,7 +378,9 @@ def test_compiled_dropout_takes_batches_of_every_size(mode: Any) -> None:
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_parameters_frozen_in_mid_run_are_frozen_on_all_replicas(mode: Any, gradients: Any) -> None:
+def test_parameters_frozen_during_a_run_are_frozen_on_all_replicas(
+    mode: Any, gradients: Any
+) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     ensemble = StackedReplicas(model, 3, mode=mode)
     optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -415,7 +417,7 @@ class Counting(nn.Module):
         return logits
 
 
-def test_buffers_that_are_made_anew_are_not_lost() -> None:
+def test_buffers_that_a_forward_replaces_are_kept() -> None:
     model = Counting()
     ensemble = StackedReplicas(model, 2)
     for _ in range(3):
@@ -429,7 +431,7 @@ class StubbornInTraining(Stubborn):
         return logits
 
 
-def test_an_evaluation_before_the_first_step_does_not_decide_how_replicas_run() -> None:
+def test_evaluation_before_the_first_step_does_not_choose_the_mode() -> None:
     model = StubbornInTraining()
     ensemble = StackedReplicas(model, 2)
     batch = torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
@@ -444,7 +446,7 @@ def test_an_evaluation_before_the_first_step_does_not_decide_how_replicas_run() 
     assert ensemble.mode == "loop"
 
 
-def test_the_users_switches_count_for_all_replicas() -> None:
+def test_training_flags_of_the_model_apply_to_all_replicas() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     for mode in ("vmap", "loop"):
         ensemble = StackedReplicas(copy.deepcopy(model), 2, mode=mode)
@@ -458,7 +460,7 @@ def test_the_users_switches_count_for_all_replicas() -> None:
 # Optimizers ------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_of_the_model_is_made_one_for_all() -> None:
+def test_optimizer_of_the_model_becomes_one_for_all_replicas() -> None:
     model = nn.Linear(2, 1)
     ensemble = StackedReplicas(model, 3)
     groups = [
@@ -479,7 +481,7 @@ def test_an_optimizer_of_the_model_is_made_one_for_all() -> None:
     assert optimizer.state_dict().keys() == torch.optim.AdamW(groups).state_dict().keys()
 
 
-def test_state_goes_with_the_replica_that_is_selected() -> None:
+def test_select_copies_the_optimizer_state_of_the_replica() -> None:
     model = nn.Linear(1, 1, bias=False)
     ensemble = StackedReplicas(model, 3)
     ensemble.share_gradients(model, False)
@@ -514,7 +516,7 @@ def test_torchs_own_clipping_clips_shared_gradients() -> None:
         )
 
 
-def test_gradients_accumulate_over_batches() -> None:
+def test_gradients_of_stacked_replicas_accumulate_over_batches() -> None:
     model = nn.Linear(1, 1, bias=False)
     for mode in ("vmap", "loop"):
         ensemble = StackedReplicas(copy.deepcopy(model), 2, mode=mode)
@@ -537,7 +539,7 @@ class Added(nn.Module):
         return x.mean() + self.shift
 
 
-def test_a_gradient_that_all_replicas_have_in_common_is_everybodys_own() -> None:
+def test_expanded_local_gradient_gets_separate_memory_for_each_replica() -> None:
     ensemble = StackedReplicas(Added(), 3, mode="vmap")
     ensemble.share_gradients(None, False)
     for _ in range(2):
@@ -593,7 +595,9 @@ def test_a_plain_schedule_sets_the_learning_rate_of_all_replicas() -> None:
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_local_gradients_lie_as_their_weights_do(memory_format: torch.memory_format) -> None:
+def test_local_gradients_have_the_strides_of_their_weights(
+    memory_format: torch.memory_format,
+) -> None:
     """So that no optimizer has to lay them out again, one by one."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
     model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
@@ -624,7 +628,7 @@ class AddedUp(nn.Module):
         return x @ (self.a + self.b.view(3, 3))
 
 
-def test_local_gradients_of_weights_that_are_added_up_are_not_one_memory() -> None:
+def test_local_gradients_of_added_weights_do_not_share_memory() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
@@ -642,7 +646,7 @@ def test_local_gradients_of_weights_that_are_added_up_are_not_one_memory() -> No
         torch.testing.assert_close(own.grad, single.grad)
 
 
-def test_with_local_gradients_clearing_the_models_clears_all() -> None:
+def test_zero_grad_of_the_model_clears_local_gradients_of_all_replicas() -> None:
     model = nn.Linear(2, 2)
     ensemble = StackedReplicas(model, 2)
     ensemble.share_gradients(model, False)
@@ -653,7 +657,7 @@ def test_with_local_gradients_clearing_the_models_clears_all() -> None:
     torch.testing.assert_close(gradients, [torch.ones(2, 2)] * 2)
 
 
-def test_converging_on_ones_own() -> None:
+def test_converge_averages_all_replicas_without_a_scheduler() -> None:
     ensemble = StackedReplicas(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), 3)
     hdet.perturb_(ensemble.modules(None)[0], 0.5, replicas=ensemble)
     mean = ensemble.consensus()
@@ -666,7 +670,7 @@ def test_converging_on_ones_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_what_cannot_be_stacked_is_refused() -> None:
+def test_models_that_cannot_be_stacked_are_refused() -> None:
     linear = nn.Linear(1, 1)
     for model, complaint in (
         (nn.ReLU(), "must have parameters"),
@@ -694,7 +698,7 @@ def two_losses(model: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
-def test_a_loss_is_one_number(mode: Any) -> None:
+def test_loss_function_must_return_a_scalar_tensor(mode: Any) -> None:
     ensemble = StackedReplicas(nn.Linear(2, 2), 2, mode=mode)
     with pytest.raises(TypeError, match="must return one loss, got a tuple"):
         ensemble.losses(two_losses, torch.ones(2, 2))
@@ -702,7 +706,7 @@ def test_a_loss_is_one_number(mode: Any) -> None:
         ensemble.losses(lambda m, x: m(x), torch.ones(2, 2))
 
 
-def test_replicas_that_were_changed_one_by_one_are_refused() -> None:
+def test_replicas_that_start_from_different_values_are_refused() -> None:
     changes: list[Callable[[Any], Any]] = [
         lambda model: nn.init.zeros_(model[0].weight),
         lambda model: model[0].load_state_dict(nn.Linear(2, 2).state_dict()),
@@ -719,7 +723,7 @@ def test_replicas_that_were_changed_one_by_one_are_refused() -> None:
             )
 
 
-def test_another_model_is_refused() -> None:
+def test_scheduler_refuses_a_model_that_was_not_stacked() -> None:
     model = nn.Linear(2, 2)
     ensemble = StackedReplicas(model, 2)
     optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -729,7 +733,7 @@ def test_another_model_is_refused() -> None:
         )
 
 
-def test_another_optimizer_is_refused() -> None:
+def test_unsuitable_optimizers_are_refused() -> None:
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     ensemble = StackedReplicas(model, 2)
     with pytest.raises(ValueError, match="that is not the model's"):
@@ -752,13 +756,13 @@ def test_another_optimizer_is_refused() -> None:
         ensemble.optimizer(plain).step(lambda: 0.0)
 
 
-def test_only_calling_the_model_can_be_stacked() -> None:
+def test_loss_function_may_only_call_the_model() -> None:
     ensemble = StackedReplicas(nn.Linear(1, 1), 2, mode="loop")
     with pytest.raises(AttributeError, match="can only be called"):
         ensemble.losses(lambda model, x: model.weight.sum(), torch.ones(2, 1))
 
 
-def test_a_model_that_was_moved_is_noticed() -> None:
+def test_losses_of_a_model_that_was_moved_raise_an_error() -> None:
     model = nn.Linear(1, 1)
     ensemble = StackedReplicas(model, 2)
     model.double()
@@ -766,7 +770,7 @@ def test_a_model_that_was_moved_is_noticed() -> None:
         ensemble.losses(loss_function, torch.ones(2, 1), torch.zeros(2))
 
 
-def test_an_error_in_the_loss_function_is_the_users() -> None:
+def test_error_in_the_loss_function_reaches_the_user() -> None:
     ensemble = StackedReplicas(nn.Linear(2, 2), 2)
 
     def function(model: Any, x: Tensor) -> Tensor:

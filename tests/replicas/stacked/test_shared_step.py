@@ -46,18 +46,18 @@ APART: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", sorted(TOGETHER | APART))
-def test_it_is_tried_whether_one_step_is_enough(name: str) -> None:
+def test_moves_in_proportion_is_true_exactly_for_optimizers_that_one_step_serves(name: str) -> None:
     optimizer = (TOGETHER | APART)[name](nn.Linear(2, 2).parameters())
     before = str(optimizer.state_dict())
     assert moves_in_proportion(optimizer) == (name in TOGETHER)
     assert str(optimizer.state_dict()) == before  # the trial left nothing behind
 
 
-def test_half_precision_takes_the_ordinary_way() -> None:
+def test_half_precision_weights_are_stepped_replica_by_replica() -> None:
     assert not moves_in_proportion(TOGETHER["adamw"](nn.Linear(2, 2).half().parameters()))
 
 
-def test_an_optimizer_with_hooks_takes_the_ordinary_way() -> None:
+def test_optimizer_with_step_hooks_is_stepped_replica_by_replica() -> None:
     optimizer = TOGETHER["adamw"](nn.Linear(2, 2).parameters())
     optimizer.register_step_post_hook(lambda *_: None)
     assert not moves_in_proportion(optimizer)
@@ -84,7 +84,7 @@ def trained(make: Make, rates: list[float], steps: int) -> hdet.StackedReplicas:
 
 
 @pytest.mark.parametrize("name", sorted(TOGETHER))
-def test_the_weights_are_those_of_optimizers_of_their_own(
+def test_shared_step_gives_the_weights_of_separate_optimizers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = [0.01, 0.02, 0.04]
@@ -100,7 +100,7 @@ def tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if v.numel() > 1]
 
 
-def test_one_state_is_kept_until_gradients_are_local() -> None:
+def test_replicas_share_one_optimizer_state_until_gradients_are_local() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     ensemble = hdet.StackedReplicas(model, 3)
@@ -119,7 +119,7 @@ def test_one_state_is_kept_until_gradients_are_local() -> None:
     assert step() == [4]
 
 
-def test_a_state_that_is_loaded_or_reset_is_shared_again() -> None:
+def test_optimizer_state_is_shared_again_after_a_load_or_reset() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     ensemble = hdet.StackedReplicas(model, 2)
@@ -146,7 +146,7 @@ class HalfUsed(nn.Module):
         return hidden
 
 
-def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
+def test_shared_step_keeps_a_weight_without_a_gradient() -> None:
     model = HalfUsed()
     ensemble = hdet.StackedReplicas(model, 2)
     optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
@@ -156,7 +156,9 @@ def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
     assert torch.equal(model.unused.weight, before)
 
 
-def test_it_is_tried_again_only_when_a_setting_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_step_is_tested_again_only_when_a_setting_is_switched_on_or_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trials = []
 
     def tried(optimizer: torch.optim.Optimizer) -> bool:

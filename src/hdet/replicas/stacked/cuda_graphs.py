@@ -1,7 +1,7 @@
-"""Forward and backward of all replicas as two CUDA graphs: no launch waits for the host.
+"""Forward and backward of all replicas as two CUDA graphs, so that no launch waits for the host.
 
-N small replicas make N times as many launches as one model. Recorded once and replayed, they cost
-the host nothing, and replicas on streams of their own fill the device together.
+N small replicas make N times as many launches as one model. A replay of recorded launches costs the
+host almost nothing, and replicas on separate streams fill the device together.
 """
 
 import warnings
@@ -20,24 +20,30 @@ NUM_WARMUPS = 3  # cuDNN, cuBLAS and the compiler choose their kernels in the fi
 
 
 class CapturedGraphs:
-    """The losses of one kind of batch, replayed.
+    """Captured forward and backward for batches of one shape.
 
-    `run(batch, leaves)` gives the losses; `leaves` are what gradients are computed for. Everything
-    else that `run` reads or writes must stay where it is in memory. Raises RuntimeError where it
-    cannot be captured.
+    Everything that `run` reads or writes must stay at its place in memory.
+
+    Args:
+        run: `run(batch, leaves)` returns the losses.
+        leaves: The tensors that gradients are computed for.
+        batch: A batch like those that are replayed later.
+
+    Raises:
+        RuntimeError: `run` cannot be captured.
     """
 
     def __init__(self, run: RunFunction, leaves: Sequence[Tensor], batch: Any) -> None:
         self._batch = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, batch)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._generation = 0
-        self._rehearse(run, leaves)
+        self._warm_up(run, leaves)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _random_state_survives():
+        with _restored_generator():
             self.losses, self._gradients = self._record(run, leaves)
 
     def __call__(self, batch: Any) -> Tensor:
-        """The losses of a batch like the one that was captured."""
+        """The losses of a batch with the shapes of the captured one."""
         pairs = zip(tree_flatten(self._batch)[0], tree_flatten(batch)[0], strict=True)
         for ours, theirs in pairs:
             if isinstance(ours, Tensor):
@@ -63,19 +69,19 @@ class CapturedGraphs:
         return [None if g is None else g.detach() for g in self._gradients]
 
     def _keep_gradients(self) -> None:
-        """Gradients that are being accumulated lie where a replay writes, forward or backward."""
+        """Copy gradients that lie in memory that a replay writes, so that they accumulate."""
         for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
-            if gradient is not None and _lies_at(leaf.grad, gradient):
+            if gradient is not None and _share_memory(leaf.grad, gradient):
                 leaf.grad = leaf.grad.clone()  # type: ignore[union-attr]
 
-    def _rehearse(self, run: RunFunction, leaves: Sequence[Tensor]) -> None:
+    def _warm_up(self, run: RunFunction, leaves: Sequence[Tensor]) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for number in range(NUM_WARMUPS):
-                # What waits for the device cannot be captured; better told now than in a capture.
-                with _no_waiting() if number == NUM_WARMUPS - 1 else nullcontext():
-                    stand_ins = _stand_ins(leaves)
+                # A synchronization cannot be captured. Here it raises a clearer error.
+                with _no_synchronization() if number == NUM_WARMUPS - 1 else nullcontext():
+                    stand_ins = _as_new_leaves(leaves)
                     losses = run(self._batch, stand_ins)
                     self._seed = torch.ones_like(losses)
                     self._differentiate(losses, stand_ins)
@@ -83,7 +89,7 @@ class CapturedGraphs:
 
     def _record(self, run: RunFunction, leaves: Sequence[Tensor]) -> tuple[Tensor, Gradients]:
         pool = torch.cuda.graph_pool_handle()
-        stand_ins = _stand_ins(leaves)
+        stand_ins = _as_new_leaves(leaves)
         with torch.cuda.graph(self._forward, pool=pool):
             losses = run(self._batch, stand_ins)
         self._seed = torch.ones_like(losses)
@@ -96,31 +102,31 @@ class CapturedGraphs:
         return torch.autograd.grad(losses, trained, self._seed, allow_unused=True)
 
 
-def _stand_ins(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory as leaves of their own.
+def _as_new_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """New leaves with the same memory.
 
-    A leaf that is still part of a graph from before ties the backward to the stream of that graph,
-    which breaks a capture.
+    A leaf that belongs to an earlier graph ties the backward to the stream of that graph. That
+    breaks a capture.
     """
     return [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Inside, what would wait for the device is an error."""
-    kept = torch.cuda.get_sync_debug_mode()
+def _no_synchronization() -> Iterator[None]:
+    """Inside, waiting for the device is an error."""
+    previous = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode")
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(kept)
+        torch.cuda.set_sync_debug_mode(previous)
 
 
 @contextmanager
-def _random_state_survives() -> Iterator[None]:
-    """A capture that fails leaves the generator believing that it goes on."""
+def _restored_generator() -> Iterator[None]:
+    """Restore the generator after a failed capture, which leaves it in the state of capturing."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     kept = generator.clone_state()
     try:
@@ -130,7 +136,7 @@ def _random_state_survives() -> Iterator[None]:
         raise
 
 
-def _lies_at(tensor: Tensor | None, other: Tensor) -> bool:
+def _share_memory(tensor: Tensor | None, other: Tensor) -> bool:
     return tensor is not None and tensor.data_ptr() == other.data_ptr()
 
 

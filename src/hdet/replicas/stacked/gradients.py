@@ -1,7 +1,7 @@
-"""Where the gradients of stacked replicas land: where a training loop looks for them.
+"""Autograd functions that bring the gradients of stacked replicas to their parameters.
 
-With shared gradients their mean lands on the parameters of replica 0 (the user's model), with
-local gradients every replica gets its own.
+With shared gradients the parameters of replica 0 (the user's model) get the mean. With local
+gradients every replica gets its own.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class SharedGradient(torch.autograd.Function):
-    """The stacked weights as they are; the mean of their gradients goes to one leaf."""
+    """The stacked weights, unchanged. The mean of their gradients goes to one leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, stack: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class SharedGradient(torch.autograd.Function):
 
 
 class SharedGradients(torch.autograd.Function):
-    """The weights of all replicas, one row after another; the leaves get the mean gradients."""
+    """The weights of all replicas, row by row. The leaves get the mean gradients."""
 
     @staticmethod
     def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
@@ -40,7 +40,7 @@ class SharedGradients(torch.autograd.Function):
 
 
 class OwnGradients(torch.autograd.Function):
-    """The stacked weights as they are; every replica's leaves get their part of the gradient."""
+    """The stacked weights, unchanged. Every replica's leaves get their slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, num: int, *tensors: Tensor) -> Any:
@@ -51,15 +51,17 @@ class OwnGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
-        nothing = (None,) * num_replicas
+        missing = (None,) * num_replicas
         own = _own_memory([_laid_out(*pair) for pair in zip(gradients, ctx.strides, strict=True)])
-        columns = [nothing if g is None else g.unbind() for g in own]
+        columns = [missing if g is None else g.unbind() for g in own]
         return None, *([None] * ctx.num), *chain.from_iterable(zip(*columns, strict=True))
 
 
 def _laid_out(gradient: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
-    """As the weights lie in memory, all replicas at once: torch would copy theirs one by one. And
-    one number for all of them (an expanded gradient) would be one memory for all."""
+    """A gradient with the strides of the weights, so that torch copies no slice of it.
+
+    An expanded gradient gets memory of its own too: its slices would share one element.
+    """
     if gradient is None or gradient.stride() == strides:
         return gradient
     return torch.empty_strided(
@@ -68,7 +70,7 @@ def _laid_out(gradient: Tensor | None, strides: tuple[int, ...]) -> Tensor | Non
 
 
 def _own_memory(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """One for each: two weights that are added up have one gradient, and would share it."""
+    """Gradients without shared memory: two weights that are added up have the same gradient."""
     taken: set[int] = set()
     own: list[Tensor | None] = []
     for gradient in gradients:
@@ -81,9 +83,9 @@ def _own_memory(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def mean_gradients(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """For each leaf: the sum over the replicas that have a gradient, divided by the number of all.
+    """For each leaf, the sum over the replicas that have a gradient, divided by N.
 
-    All leaves at once: small ones would cost a launch each, N times.
+    All leaves are summed at once: N launches for each small leaf would take longer.
     """
     columns = [[g for g in column if g is not None] for column in zip(*rows, strict=True)]
     used = {leaf: column[0] for leaf, column in enumerate(columns) if column}

@@ -1,8 +1,8 @@
-"""A probe that nobody has to write: batches that no replica of a scout trains on.
+"""Batches that are held out of training, to score all replicas on them.
 
-Losses on private batches differ by more than what learning rates do to them. Replicas on one device
-know how a loss is computed, and of what: so some batches of a scout are kept, and every replica is
-scored on the same parts of them.
+Losses on different batches differ by more than learning rates change them. The stacked engine sees
+the loss function and every batch. So it holds out some batches, and scores every replica on the
+same parts of them.
 """
 
 import math
@@ -14,52 +14,58 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hdet.lr_search.constants import MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
-from hdet.replicas.stacked.forward import Forward, RecordedCall, copied, is_split
+from hdet.replicas.stacked.forward import Forward
+from hdet.replicas.stacked.recorded_calls import RecordedCall, copied, is_split
 from hdet.tensors.ops import are_finite
 from hdet.tensors.score_rows import NUM_BATCH_WORDS, pad_scores
 
 MAX_CALLS = 64
-"""Of a step: a loop that never calls `step()` would fill the memory."""
+"""The calls that are recorded in a step. A loop that never calls `step()` must not fill memory."""
 
 
-class HeldOutBatches:
-    """Keeps what some steps are trained on, and scores all replicas by it that are not.
+class RecordedBatches:
+    """Keeps the batches of some steps, and scores all replicas on them.
 
-    Nobody trains on the first batches. And those who come back have not trained on anything: in
-    later rounds the first batch of every earlier one is there too.
+    The first batches are held out: no replica trains on them. In later rounds the first batch of
+    every earlier round counts as held out too, because all replicas are restored after a round.
+
+    Args:
+        forward: Computes the losses and records the calls.
+        num_parts: The parts to hold out before the first round.
+        max_parts: The number of parts from which on no more are recorded.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, num_parts: int, max_parts: int) -> None:
         self._forward = forward
-        self._heard: list[RecordedCall] = []
-        """Of this step, if it is listened to."""
-        self._trained_on: list[RecordedCall] = []
-        """The first batch of this round."""
+        self._max_parts = max_parts
+        self._calls: list[RecordedCall] = []
+        """The calls of this step, if it is recorded."""
+        self._first_calls: list[RecordedCall] = []
+        """The calls of the first step of this round."""
         self._steps: list[list[RecordedCall]] = []
-        self.steps_left = math.ceil(NUM_HELD_OUT_PARTS / forward.num_replicas)
-        """Before there is enough for a first round."""
-        self._listen()
+        """The calls of each step that was kept."""
+        self.steps_left = math.ceil(num_parts / forward.num_replicas)
+        self._start_recording()
 
     def end_step(self) -> None:
-        """A step is over that nobody trains on. It does not count if no loss of it is finite."""
-        calls = self._take()
+        """A held-out step is over. It does not count if none of its losses is finite."""
+        calls = self._take_calls()
         if self._keep(calls) or not calls:
             self.steps_left -= 1
-        self._listen()
+        self._start_recording()
 
     def begin_round(self) -> None:
-        """The first step of a round is over."""
-        self._trained_on = self._take()
+        """The first training step of a round is over."""
+        self._first_calls = self._take_calls()
 
     def end_round(self) -> None:
-        """Everyone is back."""
-        self._keep(self._trained_on)
-        self._trained_on = []
-        self._listen()
+        """All replicas were restored, so they have not trained on the round's first batch."""
+        self._keep(self._first_calls)
+        self._first_calls = []
+        self._start_recording()
 
     def close(self) -> None:
-        """Listen no longer, unless it is somebody else who does."""
+        """Stop recording, unless another object records by now."""
         if self._forward.call_recorder is not None and self._forward.call_recorder() is self:
             self._forward.call_recorder = None
 
@@ -68,15 +74,21 @@ class HeldOutBatches:
         return not self._steps
 
     def rows(self, num: int, *, alike: bool = False) -> Tensor:
-        """What every replica scores on so many parts at most, as a probe has it. It leaves no trace
-        in the run. Those that are `alike` score one part each."""
-        with self._forward.same_draws():
-            table = self._own_parts(num) if alike else self._same_parts(num)
-        same = table.new_zeros(NUM_BATCH_WORDS)
-        return torch.stack([pad_scores(row, same) for row in table])
+        """The scores of each replica on at most `num` parts, laid out like those of a probe.
 
-    def _own_parts(self, num: int) -> Tensor:
-        """[replicas, parts], where all rows are the same."""
+        The random state is restored afterwards.
+
+        Args:
+            num: The largest number of parts to score.
+            alike: All replicas have the same weights, so each of them scores another part.
+        """
+        with self._forward.restored_random_state():
+            table = self._divided_scores(num) if alike else self._scores(num)
+        words = table.new_zeros(NUM_BATCH_WORDS)
+        return torch.stack([pad_scores(row, words) for row in table])
+
+    def _divided_scores(self, num: int) -> Tensor:
+        """Scores of equal replicas, [replicas, parts]: every replica computes its own part."""
         size = self._forward.num_replicas
         lines = [
             _mean([self._forward.repeat(call, tree_map(copied, call.parts)) for call in calls])
@@ -84,35 +96,37 @@ class HeldOutBatches:
         ]
         return torch.cat(lines)[:num].expand(size, -1)
 
-    def _same_parts(self, num: int) -> Tensor:
-        """[replicas, parts]."""
-        places = range(self._forward.num_replicas)
-        parts = [(calls, partial(_for_all, p)) for calls in self._steps for p in places]
+    def _scores(self, num: int) -> Tensor:
+        """Scores of every replica on every part, [replicas, parts]."""
+        replicas = range(self._forward.num_replicas)
+        parts = [(calls, partial(_part_for_all, r)) for calls in self._steps for r in replicas]
         lines = [
             _mean([self._forward.repeat(call, tree_map(same, call.parts)) for call in calls])
             for calls, same in parts[:num]
         ]
         return torch.stack(lines, 1)
 
-    def _listen(self) -> None:
-        if len(self._steps) * self._forward.num_replicas < MAX_HELD_OUT_PARTS:
+    def record(self, call: RecordedCall) -> None:
+        """Keep a call of this step."""
+        self._calls.append(call)
+        if len(self._calls) > MAX_CALLS:
+            self._take_calls()
+
+    def _start_recording(self) -> None:
+        if len(self._steps) * self._forward.num_replicas < self._max_parts:
             self._forward.call_recorder = ref(self)
 
-    def hear(self, call: RecordedCall) -> None:
-        self._heard.append(call)
-        if len(self._heard) > MAX_CALLS:
-            self._take()
-
-    def _take(self) -> list[RecordedCall]:
-        calls, self._heard = self._heard, []
+    def _take_calls(self) -> list[RecordedCall]:
+        """The calls that were recorded. Recording stops."""
+        calls, self._calls = self._calls, []
         self.close()
         return calls
 
     def _keep(self, calls: list[RecordedCall]) -> bool:
-        """What has finite losses: other batches would tell nothing of any replica."""
-        fine = [call for call in calls if are_finite([call.losses])]
-        self._steps += [fine] if fine else []
-        return bool(fine)
+        """Keep calls with finite losses: other batches would not tell replicas apart."""
+        finite = [call for call in calls if are_finite([call.losses])]
+        self._steps += [finite] if finite else []
+        return bool(finite)
 
 
 def _mean(micro_batches: list[Tensor]) -> Tensor:
@@ -120,9 +134,9 @@ def _mean(micro_batches: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _for_all(place: int, value: Any) -> Any:
-    """The part of one replica for every one; in memory it lies as parts do."""
+def _part_for_all(replica: int, value: Any) -> Any:
+    """One replica's part for every replica. It has the strides of the original parts."""
     if not is_split(value):
         return value
-    same = torch.empty_like(value).copy_(value[place].expand_as(value))
+    same = torch.empty_like(value).copy_(value[replica].expand_as(value))
     return same.requires_grad_(value.requires_grad)

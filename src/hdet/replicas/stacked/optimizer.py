@@ -1,4 +1,4 @@
-"""The optimizers of all replicas on a device, in the shape of one."""
+"""StackedOptimizer: the optimizers of all replicas on a device, used like one."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.replicas.protocol import EngineOptimizer
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.shared_step import (
     SharedStep,
@@ -17,13 +18,17 @@ from hdet.replicas.stacked.shared_step import (
 )
 
 
-class StackedOptimizer(Optimizer):
+class StackedOptimizer(EngineOptimizer):
     """Steps every replica with its own learning rates.
 
-    Its groups have the names and settings of a single replica's; a schedule wraps it as it would
-    wrap that one, and then all replicas have its learning rates. Under hdet every replica has its
-    own. Its state is that of one replica, so that a checkpoint fits an ordinary optimizer and
-    other engines.
+    Its groups have the names and settings of one replica's optimizer, so any schedule can wrap it.
+    Under a plain schedule all replicas have the same learning rates. Its state is that of one
+    replica: a checkpoint fits an ordinary optimizer and other engines.
+
+    Args:
+        each: The optimizer of each replica.
+        modules: The module of each replica.
+        forward: Says whether the replicas share their gradients.
     """
 
     def __init__(
@@ -31,7 +36,7 @@ class StackedOptimizer(Optimizer):
     ) -> None:
         self.each = list(each)
         self.steered: set[str] = set()
-        """The entries of groups that hdet writes for every replica, such as learning rates."""
+        """The entries of parameter groups that hdet writes for each replica, such as "lr"."""
         self._forward = forward
         _check_groups(self.each, modules)
         groups = [
@@ -41,13 +46,13 @@ class StackedOptimizer(Optimizer):
         super().__init__(groups, dict(each[0].defaults))
         self._shared: SharedStep | None = None
         self._in_proportion: bool | None = None
-        self._tried_with: list[dict[str, Any]] = []
+        self._tested_settings: list[dict[str, Any]] = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise ValueError("`closure` must be None: replicas are stepped together.")
         self._follow_settings()
-        self._forward.follow_the_model()
+        self._forward.follow_model()
         if not self._forward.shares_gradients:
             unshare_state(self.each)
             for optimizer in self.each:
@@ -66,20 +71,20 @@ class StackedOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradient of every replica by its own norm; the norms before, [N]."""
+        """Clip the gradient of every replica by its own norm. Returns the norms before, [N]."""
         clipped = self.each[:1] if self._forward.shares_gradients else self.each
         norms = [nn.utils.clip_grad_norm_(parameters_of(one), max_norm) for one in clipped]
         return torch.stack(norms).expand(len(self.each))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_shared"):  # beyond the constructor, which adds the groups there are
+        if hasattr(self, "_shared"):  # the constructor adds groups before this attribute exists
             raise ValueError(
                 "`add_param_group` must come before `replicas.optimizer(...)`, got it after."
             )
         super().add_param_group(param_group)
 
     def select_(self, replica: int) -> None:
-        """All replicas take the state of one; their learning rates stay."""
+        """Copy the state of one replica to all. Their learning rates stay."""
         keys = self.steered | {"lr"}
         state = self.each[replica].state_dict()
         for optimizer in self.each:
@@ -90,7 +95,7 @@ class StackedOptimizer(Optimizer):
                     group.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of one replica, as an ordinary optimizer would save it."""
+        """The state of one replica, as an ordinary optimizer saves it."""
         self._follow_settings()
         return self.each[0].state_dict()
 
@@ -103,24 +108,27 @@ class StackedOptimizer(Optimizer):
             hook(self)
 
     def _follow_settings(self) -> None:
-        """A loop or a schedule that sets momentum or weight decay sets them for all replicas."""
+        """Copy settings such as momentum, which a loop or a schedule sets here, to all replicas."""
         kept = {"params", *self.steered}
         for optimizer in self.each:
             for mine, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
                 theirs.update({k: v for k, v in mine.items() if k not in kept})
 
     def _can_step_together(self) -> bool:
-        """Tried once, and again if a setting is switched on or off, such as a weight decay."""
+        """Whether one step serves all replicas.
+
+        It is tested once, and again if a setting such as weight decay is switched on or off.
+        """
         if not self.steered <= {"lr", "weight_decay"}:
-            return False  # replicas differ in more than how far they go
+            return False  # replicas differ in more than the length of their steps
         hooks = [one._optimizer_step_pre_hooks.keys() for one in self.each]
         settings: list[Any] = [{"hooks": [list(keys) for keys in hooks]}]
         settings += [
-            {key: _switched(value) for key, value in group.items() if key not in ("params", "lr")}
+            {key: _is_on(value) for key, value in group.items() if key not in ("params", "lr")}
             for group in self.param_groups
         ]
-        if self._in_proportion is None or settings != self._tried_with:
-            self._tried_with = settings
+        if self._in_proportion is None or settings != self._tested_settings:
+            self._tested_settings = settings
             self._in_proportion = moves_in_proportion(self.each[0])
         return self._in_proportion
 
@@ -132,7 +140,7 @@ class StackedOptimizer(Optimizer):
         for optimizer in self.each:
             mine = parameters_of(optimizer)
             for own, gradient in zip(mine, shared, strict=True):
-                own.grad = gradient  # also where a hook has clipped the one that was there
+                own.grad = gradient  # a hook may have clipped the previous one
             optimizer.step()
             for own in mine:
                 own.grad = None
@@ -147,23 +155,23 @@ class StackedOptimizer(Optimizer):
             )
 
 
-def like(one: Optimizer, places: Mapping[Tensor, str], module: nn.Module) -> Optimizer:
-    """A copy of an optimizer, for the parameters of the same names in another module."""
+def copy_for_module(one: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> Optimizer:
+    """A copy of an optimizer for the parameters of the same names in another module."""
     memo: dict[int, Any] = {}
     for parameter in parameters_of(one):
-        if parameter not in places:
+        if parameter not in names:
             raise ValueError(
                 "`one` must be an optimizer of the model's parameters, got one with a parameter "
                 f"of shape {tuple(parameter.shape)} that is not the model's."
             )
-        memo[id(parameter)] = module.get_parameter(places[parameter])
+        memo[id(parameter)] = module.get_parameter(names[parameter])
     return copy.deepcopy(one, memo)
 
 
-def _switched(value: Any) -> Any:
-    """Whether a setting is on: schedules change momenta at every step, but not the kind of step."""
+def _is_on(value: Any) -> Any:
+    """Whether a setting is on. Its value may change at every step without changing the method."""
     if isinstance(value, (tuple, list)):
-        return [_switched(entry) for entry in value]
+        return [_is_on(entry) for entry in value]
     return bool(value) if isinstance(value, (int, float)) else value
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,32 +12,46 @@ from torch.utils._pytree import tree_map
 
 from hdet._validation import check_choice, check_integer
 from hdet.knobs.dial import remember_copies, sharing_dials
-from hdet.replicas.stacked.forward import Forward, LossFunction
-from hdet.replicas.stacked.held_out import HeldOutBatches
-from hdet.replicas.stacked.optimizer import StackedOptimizer, like
-from hdet.replicas.stacked.rows import copy_rows_, maximum_of_rows, mean_of_rows, stack_rows
+from hdet.replicas.protocol import Capabilities, HeldOutBatches
+from hdet.replicas.stacked.forward import Forward
+from hdet.replicas.stacked.held_out import RecordedBatches
+from hdet.replicas.stacked.local_replicas import LocalReplicas
+from hdet.replicas.stacked.module_stack import ModuleStack
+from hdet.replicas.stacked.optimizer import StackedOptimizer, copy_for_module
+from hdet.replicas.stacked.recorded_calls import LossFunction
+from hdet.replicas.stacked.rows import copy_rows_, mean_of_rows
 from hdet.tensors.dtensor import check_initialised
-from hdet.tensors.ops import are_finite
 
 
-class StackedReplicas:
-    """N replicas of `model` on its device. The model itself becomes replica 0.
+class StackedReplicas(LocalReplicas):
+    """N replicas of a model on its device. The model itself becomes replica 0.
 
-    Parameters and buffers are stacked, [N, ...], and each replica is a module whose tensors are
-    slices of the stack. `mode` says how they are run: "vmap" all at once, "loop" one after
-    another, "auto" whichever suits the model.
+    Parameters and buffers are stacked, [N, ...]. Each replica is a module whose tensors are slices
+    of the stack. Move, convert and extend the model before. Load weights with `load_state_dict`.
 
-    >>> model = nn.Linear(2, 1)
-    >>> ensemble = StackedReplicas(model, 4)
-    >>> optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> losses = ensemble.losses(lambda model, x: model(x).square().mean(), torch.ones(8, 2))
-    >>> losses.shape
-    torch.Size([4])
-    >>> losses.sum().backward()
-    >>> optimizer.step()
+    Args:
+        model: The model. It must lie on one device, outside DDP and torch.compile.
+        num: The number of replicas.
+        mode: How the replicas are run: "vmap" all at once, "loop" one after another. With "auto"
+            the first batch of training decides: vmap where torch can run the model with it.
+
+    Raises:
+        TypeError: `model` is no module, or `num` is no integer.
+        ValueError: `num` is less than 1, `mode` is unknown, or the model has no parameters, lies on
+            several devices, is lazy, wrapped or compiled.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> replicas = StackedReplicas(model, 4)
+        >>> optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> losses = replicas.losses(lambda model, x: model(x).square().mean(), torch.ones(8, 2))
+        >>> losses.shape
+        torch.Size([4])
+        >>> losses.sum().backward()
+        >>> optimizer.step()
     """
 
-    parts, part = 1, 0
+    capabilities = Capabilities(records_calls=True, has_own_optimizer=True)
 
     def __init__(
         self, model: nn.Module, num: int, *, mode: Literal["auto", "vmap", "loop"] = "auto"
@@ -45,21 +59,19 @@ class StackedReplicas:
         check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("auto", "vmap", "loop"))
         _check_model(model)
-        self.size = num
-        self.local = range(num)
+        super().__init__(num)
         with sharing_dials():
             self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
         if num > 1:
             remember_copies(model)
-        weights = stack_rows([dict(module.named_parameters()) for module in self._modules])
-        buffers = stack_rows([dict(module.named_buffers()) for module in self._modules])
-        self._forward = Forward(self._modules, weights, buffers, mode)
+        self._forward = Forward(ModuleStack(self._modules), mode)
         self._optimizer: StackedOptimizer | None = None
-        self._guard_checkpoints()
+        model.register_load_state_dict_post_hook(_LoadIntoAll(self))
+        model.register_state_dict_post_hook(_save_one)
 
     @property
     def mode(self) -> str:
-        """How the replicas are run; "auto" is decided by the first batch."""
+        """How the replicas are run. "auto" changes with the first batch of training."""
         return self._forward.mode
 
     # What a training loop calls ------------------------------------------------------------
@@ -67,21 +79,37 @@ class StackedReplicas:
     def losses(self, function: LossFunction, *batch: Any) -> Tensor:
         """The loss of every replica, [N], each on its own part of the global batch.
 
-        `function(model, *part)` gets a model to call and one N-th of every tensor of the batch.
-        Follow it by `losses.sum().backward()`: with shared gradients the parameters of the model
+        Call `losses.sum().backward()` afterwards. With shared gradients the parameters of the model
         then hold the mean over the replicas, as they do under DDP.
+
+        Args:
+            function: `function(model, *part)` returns a scalar loss. It gets a model to call, and
+                one N-th of every tensor of the batch.
+            batch: Tensors, or tuples, lists and dicts of them. Their first dimension is split.
+
+        Raises:
+            TypeError: The batch has something else than tensors, or `function` returns no tensor.
+            ValueError: The batch does not split evenly, or the loss is no scalar.
+            RuntimeError: A tensor of the model was replaced after `StackedReplicas` was made.
         """
         return self._forward.losses(function, tree_map(self._split, batch))
 
     def optimizer(self, one: Optimizer | Callable[[nn.Module], Optimizer]) -> StackedOptimizer:
-        """One optimizer for all replicas: made like the given one of the model, or by a factory.
+        """One optimizer that steps all replicas.
 
-        A factory `make(module)` is called for each replica, for an optimizer that cannot be
-        copied. Parameter groups, their names and settings stay what they are.
+        Parameter groups, their names and their settings stay as they are.
+
+        Args:
+            one: An optimizer of the model, which is copied for each replica. For an optimizer that
+                cannot be copied, a function `make(module)` that is called for each replica.
+
+        Raises:
+            TypeError: `one` is neither an optimizer nor a function that returns one.
+            ValueError: The optimizer has parameters that are not the model's, or needs a closure.
         """
         if isinstance(one, Optimizer):
-            places: dict[Tensor, str] = {p: name for name, p in self._modules[0].named_parameters()}
-            each = [one, *(like(one, places, module) for module in self._modules[1:])]
+            names: dict[Tensor, str] = {p: name for name, p in self._modules[0].named_parameters()}
+            each = [one, *(copy_for_module(one, names, m) for m in self._modules[1:])]
         elif callable(one):
             each = [one(module) for module in self._modules]
         else:
@@ -93,12 +121,15 @@ class StackedReplicas:
         return self._optimizer
 
     def compile(self, **options: Any) -> None:
-        """Compile the replicas' forward and backward; the options are those of torch.compile.
+        """Compile the replicas' forward and backward.
 
         On CUDA both are also captured in CUDA graphs. Give `losses` the same function object at
         every step, and batches of few different shapes.
+
+        Args:
+            options: The options of torch.compile.
         """
-        self._forward.compile(**options)
+        self._forward.graphs.compile(**options)
 
     def consensus(self) -> nn.Module:
         """An ordinary module with the mean of the replicas' weights."""
@@ -111,14 +142,21 @@ class StackedReplicas:
         return module
 
     def converge_(self) -> None:
-        """All replicas take the mean of their weights and buffers, now.
+        """Give all replicas the mean of their weights and buffers.
 
-        A scheduler does this at the end of every cycle, and leaves out replicas that are lost.
+        A scheduler does this at the end of every cycle, and excludes replicas that diverged.
         """
         self.average_([_tensors(module) for module in self._modules], self.local)
 
     def select_(self, replica: int) -> None:
-        """All replicas take the weights, buffers and optimizer state of one."""
+        """Copy the weights, buffers and optimizer state of one replica to all.
+
+        Args:
+            replica: The replica to copy, from 0 to N - 1.
+
+        Raises:
+            ValueError: There is no such replica.
+        """
         check_integer("replica", replica, at_least=0)
         if replica >= self.size:
             raise ValueError(f"`replica` must be less than {self.size}, got {replica}.")
@@ -128,11 +166,11 @@ class StackedReplicas:
             self._optimizer.select_(replica)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the consensus: a checkpoint is one model, whatever the engine."""
+        """The state of the consensus: a checkpoint is one model, for every engine."""
         return self.consensus().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into all replicas, like `load_state_dict` of the model itself."""
+        """Load a state into all replicas, like `load_state_dict` of the model itself."""
         self._modules[0].load_state_dict(state)
 
     # The Replicas protocol -----------------------------------------------------------------
@@ -143,70 +181,29 @@ class StackedReplicas:
         return self._modules
 
     def optimizers(
-        self, optimizer: Optimizer, steers: Collection[str] | None = None
+        self, optimizer: Optimizer, steered: Collection[str] | None = None
     ) -> list[Optimizer]:
         if optimizer is not self._optimizer or self._optimizer is None:
             raise ValueError(
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned: it steps all "
                 f"the replicas, got a {type(optimizer).__name__} of its own."
             )
-        known = self._optimizer.steered if steers is None else set(steers)
+        known = self._optimizer.steered if steered is None else set(steered)
         self._optimizer.steered = {"lr", *known}
         return self._optimizer.each
 
-    def unreplicated(self, named: Mapping[str, Tensor]) -> Collection[str]:
-        return ()
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def gather_parts(self, rows: Tensor) -> Tensor:
-        return rows[:, None]
-
-    def gather_objects(self, description: Any) -> list[Any]:
-        return [description]
-
-    def are_finite(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        return torch.stack([are_finite(row) for row in rows])
-
-    @torch.no_grad()
-    def average_(
-        self, rows: Sequence[Sequence[Tensor]], fit: Sequence[int], *, once: bool = False
-    ) -> int:
-        copy_rows_(rows, mean_of_rows(rows, fit))
-        return 0
-
-    @torch.no_grad()
-    def begin_average(self, rows: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
-        means = [mean.clone() for mean in mean_of_rows(rows, range(self.size))]
-        return lambda: means
-
-    @torch.no_grad()
-    def maximum_(self, rows: Sequence[Sequence[Tensor]]) -> int:
-        copy_rows_(rows, maximum_of_rows(rows))
-        return 0
-
-    @torch.no_grad()
-    def copy_(self, rows: Sequence[Sequence[Tensor]], source: int, targets: Sequence[int]) -> int:
-        copy_rows_([rows[target] for target in targets], rows[source])
-        return 0
-
     def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
         self._forward.shares_gradients = shared
-        if shared:  # a loop clears those of its model only
+        if shared:  # a training loop clears the gradients of its model only
             for module in self._modules[1:]:
                 module.zero_grad()
 
-    def hold_out(self) -> HeldOutBatches | None:
-        return HeldOutBatches(self._forward)
-
-    def _guard_checkpoints(self) -> None:
-        model = self._modules[0]
-        model.register_load_state_dict_post_hook(_SpreadOut(self))
-        model.register_state_dict_post_hook(_keep_one)
+    def hold_out(self, num_parts: int, max_parts: int) -> HeldOutBatches:
+        """Keep the next batches, so that replicas can be scored on them."""
+        return RecordedBatches(self._forward, num_parts, max_parts)
 
     def _split(self, value: Any) -> Any:
-        """One N-th of the first dimension for every replica; scalars are for all."""
+        """One N-th of the first dimension for every replica. Scalars go to all replicas."""
         if not isinstance(value, Tensor):
             if isinstance(value, Mapping) or hasattr(value, "__array__"):
                 raise TypeError(
@@ -224,14 +221,14 @@ class StackedReplicas:
         return value.unflatten(0, (self.size, -1))
 
 
-class _SpreadOut:
-    """A checkpoint that is loaded into the model is loaded into all replicas.
+class _LoadIntoAll:
+    """A hook of the model that copies a loaded checkpoint to all replicas.
 
-    A copy of the model, or one that was pickled, belongs to no replicas.
+    A copy of the model, or a pickled one, belongs to no replicas.
     """
 
     def __init__(self, ensemble: StackedReplicas | None = None) -> None:
-        # A hook must not outlive the replicas it writes for.
+        # Weak: the hook must not keep the replicas alive.
         self._ensemble = None if ensemble is None else weakref.ref(ensemble)
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
@@ -241,11 +238,11 @@ class _SpreadOut:
             ensemble.copy_(rows, 0, ensemble.local[1:])
 
     def __reduce__(self) -> Any:
-        return _SpreadOut, ()
+        return _LoadIntoAll, ()
 
 
-def _keep_one(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A checkpoint holds the tensors of one replica, and not the memory of all."""
+def _save_one(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook of the model: a checkpoint holds the memory of one replica, not that of all."""
     for name, value in state.items():
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             state[name] = value.clone()

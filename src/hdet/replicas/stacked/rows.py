@@ -11,10 +11,10 @@ Row = Sequence[Tensor]
 
 
 def stack_rows(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Name -> [N, ...], of which the replicas' own tensors become slices.
+    """Name -> [N, ...]. The replicas' own tensors become slices of it.
 
-    A slice has the strides its tensor had, so that channels-last weights stay so; one that is not
-    dense in memory becomes so.
+    A slice has the strides of its tensor, so that channels-last weights stay channels-last. A
+    tensor that is not dense in memory becomes dense.
     """
     stacks: dict[str, Tensor] = {}
     for name, tensor in replicas[0].items():
@@ -32,11 +32,11 @@ def stack_rows(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def mean_of_rows(rows: Sequence[Row], fit: Sequence[int]) -> list[Tensor]:
-    """The mean over the replicas that are fit; exactly their value where they agree.
+    """The mean over the replicas in `fit`. Where they agree it is exactly their value.
 
-    Summed as differences from the first, in float32 at least: the mean of equal numbers is then
-    that number for every N, and half precision loses nothing on the way. Integers are those of
-    the first replica that is fit.
+    Differences from the first replica are summed, in float32 at least. So the mean of equal numbers
+    is that number for every N, and half precision loses nothing. Integers are not averaged: they
+    are those of the first replica in `fit`.
     """
     first = [tensor.detach() for tensor in rows[fit[0]]]
     places = [i for i, t in enumerate(first) if t.is_floating_point() or t.is_complex()]
@@ -56,10 +56,12 @@ def mean_of_rows(rows: Sequence[Row], fit: Sequence[int]) -> list[Tensor]:
 
 
 def maximum_of_rows(rows: Sequence[Row]) -> list[Tensor]:
+    """The elementwise maximum over all replicas."""
     return [torch.stack([t.detach() for t in column]).amax(0) for column in zip(*rows, strict=True)]
 
 
 def copy_rows_(targets: Sequence[Row], source: Row) -> None:
+    """Copy one row to each of the targets."""
     for row in targets:
         if row:
             torch._foreach_copy_([tensor.detach() for tensor in row], list(source))

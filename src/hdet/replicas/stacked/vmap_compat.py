@@ -1,10 +1,11 @@
-"""What vmap needs to run real models as they run alone: autocast, attention, cross-entropy.
+"""Corrections for vmap, so that models run under it as they run alone.
 
-vmap takes `linear` apart before autocast sees it: the matrix product runs in half precision, but
-adding a float32 bias makes everything after it float32 again. It hides from attention that a
-gradient will be wanted. And the cross-entropy it makes for the compiler writes a whole table of
-zeros in its backward. Inside this mode these are done for all replicas as they are done for one,
-at the level of the functions that a model calls.
+- Autocast: vmap decomposes `linear` before autocast sees it. The matrix product runs in half
+  precision, but the float32 bias makes the result float32 again.
+- Attention: vmap hides that a gradient is needed, so a kernel is chosen that has no backward.
+- Cross-entropy: the decomposition that the compiler gets writes a table of zeros in its backward.
+
+The corrections replace the functions that a model calls.
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-# The kernels of attention want heads of so many numbers, or a multiple of it.
+# Attention kernels need a head size that is a multiple of this.
 ALIGNMENT = 8
-# What autocast runs in half precision.
-NARROWED = frozenset(
+# The functions that autocast runs in half precision.
+HALF_PRECISION = frozenset(
     {
         F.linear,
         F.bilinear,
@@ -52,7 +53,7 @@ NARROWED = frozenset(
 
 
 class VmapCompat(TorchFunctionMode):
-    """Inside, autocast and attention do for every replica what they do for a model alone."""
+    """Inside, autocast, attention and cross-entropy work as they do without vmap."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -62,9 +63,9 @@ class VmapCompat(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in NARROWED and torch.is_autocast_enabled(self.device_type):
+        if func in HALF_PRECISION and torch.is_autocast_enabled(self.device_type):
             dtype = torch.get_autocast_dtype(self.device_type)
-            args, kwargs = tree_map(lambda value: _narrow(value, dtype), (args, kwargs))
+            args, kwargs = tree_map(lambda value: _autocast(value, dtype), (args, kwargs))
         if func is F.scaled_dot_product_attention and self.device_type == "cuda":
             return _attention(*args, **kwargs)
         if func is F.cross_entropy and torch.compiler.is_compiling():
@@ -74,24 +75,24 @@ class VmapCompat(TorchFunctionMode):
 
 @contextmanager
 def safe_attention(device_type: str) -> Iterator[None]:
-    """Attention that is called out of sight (in nn.MultiheadAttention) takes a kernel that works.
+    """Restrict attention to kernels that work under vmap, for calls that torch makes itself.
 
-    On the CPU the fast kernel has no rule for vmap; on CUDA all but flash attention leave out
-    what their backward needs.
+    nn.MultiheadAttention makes such calls. On the CPU the fast kernel has no vmap rule. On CUDA all
+    kernels but flash attention leave out what their backward needs.
     """
     kernels = [SDPBackend.FLASH_ATTENTION] if device_type == "cuda" else []
     with sdpa_kernel([*kernels, SDPBackend.MATH]):
         yield
 
 
-def _narrow(value: Any, dtype: torch.dtype) -> Any:
-    # Like autocast: float64 is somebody's intention and stays.
-    narrows = isinstance(value, Tensor) and value.dtype in (
+def _autocast(value: Any, dtype: torch.dtype) -> Any:
+    # Like autocast: float64 was chosen on purpose and stays.
+    is_cast = isinstance(value, Tensor) and value.dtype in (
         torch.float32,
         torch.float16,
         torch.bfloat16,
     )
-    return value.to(dtype) if narrows else value
+    return value.to(dtype) if is_cast else value
 
 
 def _attention(
@@ -104,7 +105,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that attention would choose, told that a gradient may be wanted."""
+    """Call the kernel that attention would choose, with the outputs that a backward needs."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is not None or enable_gqa or query.dim() != 4 or query.dtype == torch.float64:
         return F.scaled_dot_product_attention(
@@ -112,7 +113,7 @@ def _attention(
         )
     if query.shape[-1] % ALIGNMENT or value.shape[-1] % ALIGNMENT:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        query, key, wide = _in_eights(query), _in_eights(key), _in_eights(value)
+        query, key, wide = _pad_heads(query), _pad_heads(key), _pad_heads(value)
         output = _attention(query, key, wide, None, dropout_p, is_causal, scale)
         return output[..., : value.shape[-1]]
     ops = torch.ops.aten
@@ -131,15 +132,15 @@ def _attention(
     return cast(Tensor, answer[0])
 
 
-def _in_eights(tensor: Tensor) -> Tensor:
-    """Zeros add nothing to a product, nor to what is mixed."""
+def _pad_heads(tensor: Tensor) -> Tensor:
+    """Pad heads with zeros to the next multiple of `ALIGNMENT`: zeros change no product."""
     return F.pad(tensor, (0, -tensor.shape[-1] % ALIGNMENT))
 
 
 def _cross_entropy(
     scores: Tensor, target: Tensor, weight: Tensor | None = None, **how: Any
 ) -> Tensor:
-    """For class indices, without a table of zeros: the compiler makes one pass of it each way."""
+    """Cross-entropy of class indices that the compiler fuses into one pass in each direction."""
     plain = weight is None and not target.is_floating_point() and scores.dim() in (1, 2)
     if not plain or how.get("label_smoothing") or not how.keys() <= {"ignore_index", "reduction"}:
         return F.cross_entropy(scores, target, weight, **how)
