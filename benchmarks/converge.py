@@ -43,7 +43,8 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.multiprocessing.spawn import spawn
 
 from hdet import HDET, PaperController, ProcessReplicas
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.inventory import WEIGHTS
+from hdet.weights.replica_weights import ReplicaWeights
 
 Shapes = Sequence[tuple[int, ...]]
 RESULTS = Path(__file__).parent / "results"
@@ -246,7 +247,7 @@ def hdet_converge(shapes: Shapes, place: Place) -> Row:
 
     def call() -> None:
         parameters.refresh()
-        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        parameters.averager.average_(everyone, WEIGHTS, {})
 
     return Row(call, list(model))
 
@@ -261,9 +262,9 @@ def hdet_outer(shapes: Shapes, place: Place) -> Row:
     optimizer.step()  # the first of a cycle copies what it sets out from; no gradient, no change
 
     def call() -> None:
-        parameters.note_step()
+        parameters.averager.note_step()
         parameters.refresh()
-        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        parameters.averager.average_(everyone, WEIGHTS, {})
         optimizer.step()
 
     return Row(call, list(model), way=outer_way())

@@ -26,7 +26,8 @@ import hdet
 from benchmarks.converge import Shapes, model_of, num_bytes
 from benchmarks.models import GPT, Size, gpt_loss
 from benchmarks.overhead import decision, seconds
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.inventory import WEIGHTS
+from hdet.weights.replica_weights import ReplicaWeights
 
 Point = dict[str, float]
 TENSOR = 1_000_000
@@ -142,7 +143,7 @@ def wire(size: int, rounds: int) -> Point:
 
     def converge() -> None:
         parameters.refresh()
-        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        parameters.averager.average_(everyone, WEIGHTS, {})
 
     share = 1 if size < 10 * TENSOR else 4
     calls = {"all_reduce": lambda: dist.all_reduce(flat), "converge": converge}

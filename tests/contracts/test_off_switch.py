@@ -96,7 +96,7 @@ def test_one_replica_compares_itself_with_nobody(monkeypatch: pytest.MonkeyPatch
     """No pass over the weights at a cycle's end or in an evaluation: there is nothing to learn."""
     optimizer = toy.OPTIMIZERS["adamw"](toy.toy())
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2)
-    monkeypatch.setattr("hdet.weights.averaging.fingerprints", lambda _: pytest.fail("looked"))
+    monkeypatch.setattr("hdet.weights.checks.fingerprints", lambda _: pytest.fail("looked"))
     for _ in range(4):
         optimizer.step()
         scheduler.step(1.0)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ConstantLR
 import hdet
 from hdet.control.spike_guard import NEW_DATA_AFTER, RELIEF
 from hdet.replicas.protocol import SingleReplica
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.replica_weights import ReplicaWeights
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
-from hdet.signals.probe import as_probe, score_replicas
+from hdet.signals.probe import as_probe
+from hdet.signals.probe_scoring import score_replicas
 from tests.processes import Processes
 
 T = 4
@@ -119,6 +120,43 @@ def test_a_probe_leaves_no_trace() -> None:
     ):
         assert torch.equal(one, other)
     assert all(module.training for module in probed.model.modules())
+
+
+def random_score(model: Any) -> Tensor:
+    model(HELD[0])
+    return torch.rand(3)
+
+
+def score_by_random_numbers(cycle: int, seed: int, num: int = 3) -> list[list[float]]:
+    modules = [net() for _ in range(num)]
+    rows = score_replicas(hdet.Probe(random_score), modules, sync_every=10, cycle=cycle, seed=seed)
+    return rows[:, :3].tolist()
+
+
+def test_every_replica_of_a_process_scores_with_the_same_random_numbers() -> None:
+    first, *others = score_by_random_numbers(cycle=2, seed=7)
+    assert others == [first, first]
+
+
+def test_random_numbers_of_a_score_depend_on_seed_and_cycle_only() -> None:
+    torch.manual_seed(0)
+    found = score_by_random_numbers(cycle=2, seed=7)
+    torch.manual_seed(1)  # as on another replica, whose loop has drawn other numbers
+    assert score_by_random_numbers(cycle=2, seed=7) == found
+    assert score_by_random_numbers(cycle=3, seed=7) != found
+    assert score_by_random_numbers(cycle=2, seed=8) != found
+
+
+def score_after_other_draws(rank: int) -> list[list[float]]:
+    torch.manual_seed(rank)
+    return score_by_random_numbers(cycle=1, seed=5, num=1)
+
+
+def test_replicas_in_different_processes_score_with_the_same_random_numbers(
+    processes: Processes,
+) -> None:
+    first, *others = processes(3, score_after_other_draws)
+    assert others == [first, first]
 
 
 def test_training_flags_come_back_as_they_were() -> None:
@@ -260,7 +298,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(5)
     run = Run(look, num=2, controller=None)  # half of the cycle by default
     iterates: list[list[list[Tensor]]] = []
-    add = run.scheduler._run.parameters.add_to_tail
+    add = run.scheduler._run.parameters.tail.add
 
     def spy() -> None:
         iterates.append(
@@ -268,7 +306,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
         )
         add()
 
-    monkeypatch.setattr(run.scheduler._run.parameters, "add_to_tail", spy)
+    monkeypatch.setattr(run.scheduler._run.parameters.tail, "add", spy)
     run.go(T)
     assert len(iterates) == T // 2
     for replica in range(2):

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import hdet
 from hdet.replicas.process import ProcessReplicas
 from hdet.tensors.hashing import fingerprint, fingerprints
-from hdet.weights.averaging import ReplicaWeights
-from hdet.weights.inventory import TENSOR_KINDS, ReplicaTensors
+from hdet.weights.inventory import ALL_KINDS, ReplicaTensors, TensorKind
+from hdet.weights.replica_weights import ReplicaWeights
 from tests import toy
 from tests.processes import Processes
 
@@ -50,7 +50,7 @@ def zoo_at(value: float) -> tuple[Zoo, torch.optim.Optimizer, list[Any]]:
 def converge_zoo(rank: int, bucket_bytes: int) -> list[torch.Tensor]:
     zoo, optimizer, outside = zoo_at(float(rank))
     replicas = ProcessReplicas(bucket_bytes=bucket_bytes)
-    ReplicaWeights(optimizer, zoo, replicas).converge_(range(3), TENSOR_KINDS, {})
+    ReplicaWeights(optimizer, zoo, replicas).averager.average_(range(3), ALL_KINDS, {})
     names = dict(zoo.named_parameters()) | dict(zoo.named_buffers())
     assert names.pop("batch_norm.num_batches_tracked").item() == 2
     return [t.detach() for t in [*names.values(), *outside] if t.numel()]
@@ -146,16 +146,16 @@ def test_a_buffer_that_was_rebound_counts() -> None:
     body = ReplicaTensors(optimizer, zoo)
     zoo.batch_norm.running_mean = torch.full((2,), 5.0)
     body.refresh()
-    assert any(bool((b == 5).all()) for b in body.part("buffers"))
+    assert any(bool((b == 5).all()) for b in body.of_kind(TensorKind.BUFFERS))
 
 
 def test_frozen_parameters_are_still_until_someone_thaws_them() -> None:
     zoo, optimizer, _ = zoo_at(0.0)
     body = ReplicaTensors(optimizer, zoo)
-    assert [t.data_ptr() for t in body.part("still")] == [zoo.frozen.data_ptr()]
+    assert [t.data_ptr() for t in body.of_kind(TensorKind.FROZEN)] == [zoo.frozen.data_ptr()]
     zoo.frozen.requires_grad_(True)
     body.refresh()
-    assert body.part("still") == []
+    assert body.of_kind(TensorKind.FROZEN) == []
 
 
 def freeze(rank: int, differ: bool) -> tuple[list[float], list[float], int]:
@@ -343,11 +343,11 @@ def test_norms_of_gradients_of_every_kind() -> None:
     ensemble = hdet.StackedReplicas(model, 2)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     parameters = ReplicaWeights(optimizer, model, ensemble)
-    assert parameters.gradient_norms() is None
+    assert parameters.checks.gradient_norms() is None
     for module, value in zip(ensemble.modules(None), (1.0, 3.0), strict=True):
         assert isinstance(module, nn.ParameterDict)
         module["in_half"].grad = torch.full((3,), value, dtype=torch.bfloat16)
         module["complex"].grad = torch.full((2,), value * 1j, dtype=torch.complex128)
-    alone, together = parameters.gradient_norms() or (math.nan, math.nan)
+    alone, together = parameters.checks.gradient_norms() or (math.nan, math.nan)
     assert alone == pytest.approx((5 * 1 + 5 * 9) / 2, rel=1e-6)
     assert together == pytest.approx(5 * 4, rel=1e-6)

@@ -313,12 +313,12 @@ def test_two_parameters_in_one_place_make_one_step() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         (body,) = (ReplicaTensors(optimizer, model),)
         outer = OuterOptimizer(OUTER, optimizer, [body])
-        outer.hold()
+        outer.remember_start()
         with torch.no_grad():
             model[0].add_(1.0)
             if not shared:
                 model[1].add_(1.0)
-        outer.has_moved = True
+        outer.has_trained = True
         outer.step()
         weights.append([p.detach().clone() for p in model])
     check_equal(*weights)
