@@ -1,7 +1,7 @@
 """A run: what it consists of, and what all of its chapters do with it.
 
 One cycle: losses -> loss_signal, probe -> roll_call -> guard -> controller -> scale x spread ->
-hands, and parameters.converge_ -> replicas. Nothing flows back: group["lr"] is written, never read.
+hands, and averager.average_ -> replicas. Nothing flows back: group["lr"] is written, never read.
 The chapters are `scouting`, `cycle_end` and `meeting`; `scheduler` says when each has its turn.
 """
 
