@@ -57,6 +57,7 @@ class KnobSpec:
             raise TypeError(f"`schedule` must be a function of the step, got {self.schedule!r}.")
 
     def make_space(self) -> Space:
+        """The space with its bounds."""
         return Space(self.space, *self.bounds)
 
     def bind(self, context: BindingContext) -> list[BoundKnob]:

@@ -42,6 +42,7 @@ class WatchedModel:
 
     @property
     def fingerprint(self) -> Tensor:
+        """The fingerprint of all inputs so far."""
         return self._notes.fingerprint  # type: ignore[no-any-return]
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:

@@ -44,7 +44,7 @@ class OuterOptimizer:
         self, make: OptimizerFactory, optimizer: Optimizer, local_tensors: Sequence[ReplicaTensors]
     ) -> None:
         self._parameters = [tensors.trainable_parameters() for tensors in local_tensors]
-        """Those of each replica of this process."""
+        """The trainable parameters of each replica of this process."""
         self._start: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in self._parameters[0]]
         """The same at the start of the cycle: the parameters of the outer optimizer."""
         self.optimizer = make(self._start)

@@ -78,7 +78,7 @@ class ReplicaWeights:
         return take_snapshot(self._local, outer, offload=offload, equal=equal)
 
     def restore_(self, snapshot: Snapshot, *, random_state: bool = True) -> None:
-        """Restore a snapshot, and the random numbers that come next unless told otherwise."""
+        """Restore a snapshot, with `random_state` also the random numbers that come next."""
         self.refresh()
         self.averager.clear_error_feedback()
         restore_snapshot(snapshot, self._local, self.averager.outer, random_state=random_state)

@@ -26,6 +26,7 @@ class RestorePoint:
 
     @property
     def snapshot(self) -> Snapshot:
+        """The snapshot that was taken last."""
         assert self._snapshot is not None
         return self._snapshot
 
@@ -63,6 +64,7 @@ class StartPoint(RestorePoint):
 
     @property
     def snapshot(self) -> Snapshot:
+        """The snapshot before the first step; until then, one of now."""
         self._update()
         return super().snapshot
 
@@ -72,6 +74,7 @@ class StartPoint(RestorePoint):
         self._is_final = True
 
     def close(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -143,6 +146,7 @@ class GoodPoint:
         self._point.restore()
 
     def close(self) -> None:
+        """Release what the restore point holds on to."""
         self._point.close()
 
 
@@ -205,4 +209,5 @@ class SecondStart:
         return self._last.state
 
     def close(self) -> None:
+        """Release what the restore point holds on to."""
         self._start.point.close()

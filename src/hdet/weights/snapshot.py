@@ -39,6 +39,7 @@ class Snapshot(NamedTuple):
 
     @property
     def model(self) -> ModelCopy:
+        """The weights and buffers alone."""
         return ModelCopy(self.weights, self.buffers)
 
     def has_weights_of(self, other: "Snapshot") -> bool:
@@ -60,9 +61,11 @@ class OffloadedTensor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "OffloadedTensor":
+        """Copy a tensor to host memory."""
         return cls(local(tensor).to("cpu", copy=True), tensor.device, layout(tensor))
 
     def to_device(self) -> Tensor:
+        """Copy the tensor back to its device."""
         tensor = self.tensor.to(self.device, copy=True)
         return tensor if self.layout is None else self.layout.wrap(tensor)
 
