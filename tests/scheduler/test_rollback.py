@@ -229,7 +229,7 @@ def test_a_replica_far_above_the_others_is_left_out_of_the_average(tmp_path: Pat
 def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
     """Weights and buffers, not what their optimizers know; under `overlap` they do not agree."""
     run = Run("stacked", guard=hdet.Guard(offload=offload), gradients="local").go(5 * T)
-    kept = run.scheduler._run.good_point._kept  # type: ignore[union-attr]
+    kept = run.scheduler._run.good_point.snapshot  # type: ignore[union-attr]
     assert kept is not None
     assert (len(kept.weights), len(kept.buffers), len(kept.states)) == (1, 1, N)
     before = [tensor.clone() for tensor in run.state()]
@@ -237,7 +237,7 @@ def test_what_all_replicas_agree_in_is_kept_once(offload: bool) -> None:
     for now, then in zip(run.state(), before, strict=True):
         assert torch.equal(now, then)
     late = Run("stacked", overlap=2).go(5 * T).scheduler._run.good_point
-    assert len(late._kept.weights) == N  # type: ignore[union-attr]
+    assert len(late.snapshot.weights) == N  # type: ignore[union-attr]
 
 
 class Named(dict[str, Any]):

@@ -133,6 +133,11 @@ class GoodPoint:
         self._offload, self._weights = guard.offload, weights
         self._point: RestorePoint = StartPoint(optimizer, model, weights, offload=guard.offload)
 
+    @property
+    def snapshot(self) -> Snapshot:
+        """The snapshot of the last good weights."""
+        return self._point.snapshot
+
     def take(self, step: int) -> None:
         """Take a snapshot of a good average."""
         self._point.close()
