@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.systems.tensor_sets import Place, Row, Shapes, model_of, num_bytes, tensors_of
 from hdet import HDET, PaperController, ProcessReplicas
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.inventory import WEIGHTS
+from hdet.weights.replica_weights import ReplicaWeights
 
 RAW, HEADLINE, WHOLE = "raw all-reduce", "hdet converge", "hdet, whole end of a cycle"
 FOLLOWED = "hdet converge, outer optimizer"
@@ -142,7 +143,7 @@ def hdet_converge(shapes: Shapes, place: Place) -> Row:
 
     def call() -> None:
         parameters.refresh()
-        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        parameters.averager.average_(everyone, WEIGHTS, {})
 
     return Row(call, list(model))
 
@@ -157,9 +158,9 @@ def hdet_outer(shapes: Shapes, place: Place) -> Row:
     optimizer.step()  # the first of a cycle copies what it sets out from; no gradient, no change
 
     def call() -> None:
-        parameters.note_step()
+        parameters.averager.note_step()
         parameters.refresh()
-        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        parameters.averager.average_(everyone, WEIGHTS, {})
         optimizer.step()
 
     return Row(call, list(model), way=outer_way())

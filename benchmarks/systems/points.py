@@ -27,7 +27,8 @@ from benchmarks.systems.decisions import decision
 from benchmarks.systems.loops import seconds
 from benchmarks.systems.tensor_sets import Shapes, model_of, num_bytes
 from benchmarks.zoo.models import GPT, Size, gpt_loss
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.inventory import WEIGHTS
+from hdet.weights.replica_weights import ReplicaWeights
 
 Point = dict[str, float]
 TENSOR = 1_000_000
@@ -143,7 +144,7 @@ def wire(size: int, rounds: int) -> Point:
 
     def converge() -> None:
         parameters.refresh()
-        parameters.converge_(everyone, ("moving", "still", "buffers"), {})
+        parameters.averager.average_(everyone, WEIGHTS, {})
 
     share = 1 if size < 10 * TENSOR else 4
     calls = {"all_reduce": lambda: dist.all_reduce(flat), "converge": converge}

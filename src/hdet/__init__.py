@@ -21,17 +21,8 @@ if TYPE_CHECKING:
     from hdet.control.spike_guard import Guard
     from hdet.control.tracker import Tracker
     from hdet.knobs.dial import Dial
-    from hdet.knobs.library import (
-        attention_temperature,
-        betas,
-        dropout,
-        eps,
-        gradient_clip,
-        label_smoothing,
-        lr,
-        momentum,
-        weight_decay,
-    )
+    from hdet.knobs.model_knobs import attention_temperature, dropout, label_smoothing
+    from hdet.knobs.optimizer_knobs import betas, eps, gradient_clip, lr, momentum, weight_decay
     from hdet.knobs.specs import Knob
     from hdet.lr_search.scout import Scout
     from hdet.records.replay import Replay
@@ -80,13 +71,11 @@ _MODULES = {
     "hdet.control.spike_guard": ("Guard",),
     "hdet.control.tracker": ("Tracker",),
     "hdet.knobs.dial": ("Dial",),
-    "hdet.knobs.library": (
-        "attention_temperature",
+    "hdet.knobs.model_knobs": ("attention_temperature", "dropout", "label_smoothing"),
+    "hdet.knobs.optimizer_knobs": (
         "betas",
-        "dropout",
         "eps",
         "gradient_clip",
-        "label_smoothing",
         "lr",
         "momentum",
         "weight_decay",

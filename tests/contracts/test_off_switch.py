@@ -96,7 +96,7 @@ def test_single_replica_computes_no_weight_fingerprints(monkeypatch: pytest.Monk
     """A single replica has nothing to compare at a cycle end or in an evaluation."""
     optimizer = toy.OPTIMIZERS["adamw"](toy.toy())
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=4, sync_every=2)
-    monkeypatch.setattr("hdet.weights.averaging.fingerprints", lambda _: pytest.fail("looked"))
+    monkeypatch.setattr("hdet.weights.checks.fingerprints", lambda _: pytest.fail("looked"))
     for _ in range(4):
         optimizer.step()
         scheduler.step(1.0)

@@ -39,7 +39,7 @@ def dial_of(knob: Any) -> Dial:
         (nn.Dropout2d, (500, 40), (500, 40)),
     ],
 )
-def test_dropout_drops_and_scales(
+def test_dropout_drops_the_share_of_its_dial_and_rescales_the_rest(
     layer: Callable[[float], nn.Module], shape: tuple[int, ...], channels: tuple[int, ...] | None
 ) -> None:
     model = nn.Sequential(layer(0.5))
@@ -55,7 +55,7 @@ def test_dropout_drops_and_scales(
 
 
 @pytest.mark.parametrize(("p", "want"), [(0.0, 1.0), (1.0, 0.0)])
-def test_dropout_at_its_ends_is_exact(p: float, want: float) -> None:
+def test_dropout_with_probability_0_and_1_is_exact(p: float, want: float) -> None:
     model = nn.Sequential(nn.Dropout(0.5, inplace=True))
     dial_of(hdet.dropout(model)).set(p)
     x = torch.ones(1000, requires_grad=True)
@@ -65,7 +65,7 @@ def test_dropout_at_its_ends_is_exact(p: float, want: float) -> None:
     assert torch.equal(x.grad, torch.full((1000,), want))  # type: ignore[arg-type]
 
 
-def test_installing_leaves_the_model_as_it_is() -> None:
+def test_dropout_knob_keeps_state_dict_and_hooks_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.3), nn.Linear(2, 2))
     before, layer = copy.deepcopy(model.state_dict()), model[1]
     called = []
@@ -80,14 +80,14 @@ def test_installing_leaves_the_model_as_it_is() -> None:
     assert not list(model.buffers())
 
 
-def test_layers_with_other_probabilities_keep_their_proportion() -> None:
+def test_dropout_layers_with_different_probabilities_get_different_dials() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.1), nn.Dropout(0.0))
     (dials,) = hdet.dropout(model).dials.values()
     assert list(dials.values()) == [0.1, 0.2, 0.0]
     assert model[0].dial is model[2].dial is not model[1].dial
 
 
-def test_a_second_call_finds_the_dials_that_are_there() -> None:
+def test_a_second_factory_call_reuses_the_dials() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
     assert dial_of(hdet.dropout(model)) is dial_of(hdet.dropout(model))
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -100,7 +100,7 @@ def test_a_second_call_finds_the_dials_that_are_there() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_label_smoothing_is_that_of_torch(smoothing: float, reduction: str, weighted: bool) -> None:
+def test_label_smoothing_equals_torch(smoothing: float, reduction: str, weighted: bool) -> None:
     torch.manual_seed(0)
     scores, labels = torch.randn(12, 5, 3).double(), torch.randint(5, (12, 3))
     labels[2] = -7
@@ -115,7 +115,7 @@ def test_label_smoothing_is_that_of_torch(smoothing: float, reduction: str, weig
     assert torch.allclose(criterion(scores, labels), want, rtol=1e-6)
 
 
-def test_label_smoothing_of_probabilities_is_that_of_torch() -> None:
+def test_label_smoothing_of_class_probabilities_equals_torch() -> None:
     scores, target = torch.randn(6, 4), torch.rand(6, 4).softmax(1)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.2)
     hdet.label_smoothing(criterion)
@@ -147,7 +147,7 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_scores_are_divided_by_the_temperature(by_name: bool) -> None:
+def test_attention_scores_are_divided_by_the_temperature(by_name: bool) -> None:
     model, x = Bare(by_name), torch.randn(2, 3, 5, 4)
     hdet.attention_temperature(model, start=0.4)
     assert torch.allclose(model(x), scaled(x, 0.4), atol=1e-6)
@@ -158,9 +158,7 @@ def test_scores_are_divided_by_the_temperature(by_name: bool) -> None:
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", ["packed", "separate", "no bias"])
 @pytest.mark.parametrize("training", [False, True])
-def test_multihead_attention_has_the_temperature_too(
-    kind: str, weights: bool, training: bool
-) -> None:
+def test_temperature_acts_on_multihead_attention(kind: str, weights: bool, training: bool) -> None:
     torch.manual_seed(0)
     kinds: Any = {"packed": {}, "separate": {"kdim": 6, "vdim": 7}, "no bias": {"bias": False}}
     options = kinds[kind]
@@ -184,7 +182,7 @@ def test_multihead_attention_has_the_temperature_too(
         assert torch.allclose(seen, wanted, atol=1e-6)
 
 
-def test_a_whole_transformer_layer_has_it_also_where_torch_takes_a_short_cut() -> None:
+def test_temperature_acts_on_a_transformer_layer_with_its_fast_path() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
     x = torch.randn(2, 5, 8)
@@ -198,7 +196,7 @@ def test_a_whole_transformer_layer_has_it_also_where_torch_takes_a_short_cut() -
     assert not torch.allclose(plain, other, atol=1e-3)
 
 
-def test_groups_have_temperatures_of_their_own() -> None:
+def test_each_group_has_its_own_attention_temperature() -> None:
     model = GPT(Size(vocabulary=13, context=6, layers=2, heads=2, width=8))
     knob = hdet.attention_temperature(model, groups=["blocks.0", "blocks.1"], shared=False)
     assert list(knob.dials) == ["attention_temperature/blocks.0", "attention_temperature/blocks.1"]
@@ -212,7 +210,7 @@ def test_groups_have_temperatures_of_their_own() -> None:
 # Replicas and compilers --------------------------------------------------------------------------
 
 
-def test_each_replica_reads_its_own_value() -> None:
+def test_each_replica_reads_its_own_dial_value() -> None:
     dial = Dial(0.5)
     dial.place(3, None)
     dial.set(torch.tensor([1.0, 2.0, 3.0]), centre=1.8)
@@ -240,7 +238,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_stacked_replicas_have_values_of_their_own(mode: Any) -> None:
+def test_stacked_replicas_run_with_their_own_dial_values(mode: Any) -> None:
     model, criterion = Small().double(), nn.CrossEntropyLoss(label_smoothing=0.1)
     knobs = [hdet.dropout(model), hdet.label_smoothing(criterion)]
     ensemble = hdet.StackedReplicas(model, 3, mode=mode)
@@ -260,7 +258,7 @@ def test_stacked_replicas_have_values_of_their_own(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
-def test_compiled_replicas_agree_with_eager_ones_and_are_compiled_once(mode: Any) -> None:
+def test_compiled_stacked_replicas_equal_eager_ones_and_compile_once(mode: Any) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -294,7 +292,7 @@ def test_compiled_replicas_agree_with_eager_ones_and_are_compiled_once(mode: Any
     assert graphs[1:] == graphs[:1] * 11
 
 
-def test_a_plain_compiled_model_is_compiled_once() -> None:
+def test_new_dial_values_do_not_recompile_a_model() -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -325,15 +323,15 @@ def test_a_plain_compiled_model_is_compiled_once() -> None:
         (lambda: hdet.dropout(Small(), bounds=(0.5, 1.5)), r"knob 'dropout': `bounds` must be two"),
     ],
 )
-def test_bad_arguments_are_refused(make: Callable[[], Any], words: str) -> None:
+def test_invalid_arguments_of_factories_are_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make()
 
 
-# What a review has found -------------------------------------------------------------------------
+# Special cases -----------------------------------------------------------------------------------
 
 
-def test_a_copy_of_a_model_has_dials_of_its_own() -> None:
+def test_a_deep_copy_of_a_model_has_its_own_dials() -> None:
     model = Small()
     knob = hdet.dropout(model)
     twin = copy.deepcopy(model)
@@ -343,20 +341,20 @@ def test_a_copy_of_a_model_has_dials_of_its_own() -> None:
     assert all(m.dropout.dial is dial_of(knob) for m in ensemble.modules(None))  # type: ignore[union-attr]
 
 
-def test_steering_dropout_in_another_grouping_loses_no_layer() -> None:
+def test_dropout_with_other_groups_reaches_every_layer() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1))
     hdet.dropout(model, shared=False)
     (dial,) = next(iter(hdet.dropout(model).dials.values()))
     assert {id(getattr(layer, "dial", None)) for layer in model} == {id(dial)}
 
 
-def test_the_dropout_of_multihead_attention_stays_and_that_is_said() -> None:
+def test_dropout_inside_multihead_attention_stays_with_a_warning() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)
     with pytest.warns(UserWarning, match="inside nn.MultiheadAttention stays as it is"):
         hdet.dropout(layer)
 
 
-def test_a_wrapper_around_the_forward_is_kept() -> None:
+def test_temperature_keeps_a_wrapper_around_forward() -> None:
     model, x, calls = Bare(False), torch.randn(1, 2, 3, 4), []
     inner = model.forward
 
@@ -371,7 +369,7 @@ def test_a_wrapper_around_the_forward_is_kept() -> None:
     assert calls == [1]
 
 
-def test_a_loss_with_a_forward_of_its_own_is_refused() -> None:
+def test_label_smoothing_refuses_a_subclass_of_cross_entropy() -> None:
     class Focal(nn.CrossEntropyLoss):
         def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
             return 100 * super().forward(input, target)
@@ -380,14 +378,14 @@ def test_a_loss_with_a_forward_of_its_own_is_refused() -> None:
         hdet.label_smoothing(Focal())
 
 
-def test_masked_classes_do_not_spoil_a_loss_without_smoothing() -> None:
+def test_infinite_logits_give_a_finite_loss_without_smoothing() -> None:
     criterion = nn.CrossEntropyLoss(label_smoothing=0.2)
     dial_of(hdet.label_smoothing(criterion)).set(0.0)
     scores = torch.tensor([[1.0, 2.0, -torch.inf]])
     assert torch.isfinite(criterion(scores, torch.tensor([1])))
 
 
-def test_half_precision_drops_as_many_as_it_should() -> None:
+def test_dropout_in_half_precision_drops_the_right_share() -> None:
     model = nn.Sequential(nn.Dropout(0.5))
     dial_of(hdet.dropout(model)).set(0.01)
     dropped = (model(torch.ones(1_000_000, dtype=torch.bfloat16)) == 0).float().mean()
@@ -422,7 +420,7 @@ def test_activation_checkpointing_keeps_the_temperature(reentrant: bool) -> None
     assert torch.allclose(plain, recomputed, atol=1e-6)
 
 
-def test_stacked_replicas_do_not_recompute_with_another_replicas_value() -> None:
+def test_activation_checkpointing_of_stacked_replicas_with_a_dial_raises() -> None:
     model = Checkpointed(False)
     knob = hdet.dropout(model)
     ensemble = hdet.StackedReplicas(model, 2, mode="loop")

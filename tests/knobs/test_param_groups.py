@@ -17,7 +17,7 @@ def optimizer_of(lr: Any = 0.1, num_groups: int = 2) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p]} for p in parameters], lr=lr, momentum=0.9)
 
 
-def test_groups_have_names() -> None:
+def test_group_names_are_own_names_or_indices() -> None:
     optimizer = optimizer_of()
     optimizer.param_groups[0]["name"] = "head"
     assert param_groups.group_names(optimizer) == ["head", "group1"]
@@ -54,7 +54,7 @@ def test_a_tensor_learning_rate_stays_the_same_object(kind: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_loading_writes_rates_and_momenta_whatever_the_order(optimizer_first: bool) -> None:
+def test_loading_in_any_order_restores_learning_rates_and_momenta(optimizer_first: bool) -> None:
     optimizer = optimizer_of()
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=20, sync_every=4)
     for _ in range(7):
@@ -103,7 +103,7 @@ def test_a_compiled_optimizer_step_is_not_recompiled() -> None:
 
 
 @pytest.mark.parametrize("betas", [0.9, (), [0.9, 0.99], torch.tensor([0.9, 0.99])])
-def test_betas_may_be_whatever_an_optimizer_takes(betas: Any) -> None:
+def test_betas_of_unusual_types_stay_as_they_are(betas: Any) -> None:
     class Own(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             pass

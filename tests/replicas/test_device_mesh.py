@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 import hdet
 from hdet.control.assignment import assignment
 from hdet.replicas.device_mesh import _parameter_groups
-from hdet.signals.exchange import _of_parts
+from hdet.signals.columns import merge_parts
 from hdet.tensors.dtensor import local, whole
 from tests import reference, small_run, toy
 from tests.contracts.test_reference_parity import check_cycle
@@ -201,7 +201,7 @@ def test_pipeline_stage_without_a_loss_does_not_count_in_the_mean() -> None:
     heard = [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 3.0]
     other = [4.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 5.0]
     pooled = torch.tensor([[silent, heard], [heard, other]], dtype=torch.float64)
-    alone, both = _of_parts(pooled).tolist()
+    alone, both = merge_parts(pooled).tolist()
     assert alone == [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 16.0, 3.0]
     assert both == [3.0, 4.0, math.hypot(0.5, 0.5) / 2, 5.0, 1.0, 0.0, 18.0, 4.0]
 

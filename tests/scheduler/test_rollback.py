@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ConstantLR
 import hdet
 from hdet.control.spike_guard import NEW_DATA_AFTER, RELIEF
 from hdet.replicas.protocol import SingleReplica
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.replica_weights import ReplicaWeights
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
@@ -235,7 +235,7 @@ def test_replica_with_a_loss_far_above_the_others_is_excluded_from_the_average(
 def test_snapshot_keeps_weights_and_buffers_that_replicas_share_only_once(offload: bool) -> None:
     """Optimizer states are kept for each replica. Under `overlap` the weights differ too."""
     run = Run("stacked", guard=hdet.Guard(offload=offload), gradients="local").go(5 * T)
-    kept = run.scheduler._run.good_point._kept  # type: ignore[union-attr]
+    kept = run.scheduler._run.good_point.snapshot  # type: ignore[union-attr]
     assert kept is not None
     assert (len(kept.weights), len(kept.buffers), len(kept.states)) == (1, 1, N)
     before = [tensor.clone() for tensor in run.state()]
@@ -243,7 +243,7 @@ def test_snapshot_keeps_weights_and_buffers_that_replicas_share_only_once(offloa
     for now, then in zip(run.state(), before, strict=True):
         assert torch.equal(now, then)
     late = Run("stacked", overlap=2).go(5 * T).scheduler._run.good_point
-    assert len(late._kept.weights) == N  # type: ignore[union-attr]
+    assert len(late.snapshot.weights) == N  # type: ignore[union-attr]
 
 
 class Named(dict[str, Any]):

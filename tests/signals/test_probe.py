@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
-from hdet.signals.probe import as_probe, score_replicas
+from hdet.signals.probe import as_probe
+from hdet.signals.probe_scoring import score_replicas
 from tests.processes import Processes
 
 T = 4
@@ -82,7 +83,7 @@ class Run:
         return self
 
 
-def test_replicas_are_compared_by_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controller_gets_the_scores_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what each scores with its own weights, in eval mode, before the converge."""
     run = Run(hdet.Probe(score, tail=0.0))
     seen: list[Any] = []
@@ -106,7 +107,7 @@ def test_replicas_are_compared_by_their_scores(monkeypatch: pytest.MonkeyPatch) 
     assert seen[0][0] != seen[0][1]
 
 
-def test_a_probe_leaves_no_trace() -> None:
+def test_a_probe_changes_neither_weights_nor_random_state() -> None:
     probed, plain = Run(score, controller=None), Run(None, controller=None)
     torch.manual_seed(5)
     probed.go(2 * T + 1)
@@ -121,7 +122,44 @@ def test_a_probe_leaves_no_trace() -> None:
     assert all(module.training for module in probed.model.modules())
 
 
-def test_training_flags_come_back_as_they_were() -> None:
+def random_score(model: Any) -> Tensor:
+    model(HELD[0])
+    return torch.rand(3)
+
+
+def score_by_random_numbers(cycle: int, seed: int, num: int = 3) -> list[list[float]]:
+    modules = [net() for _ in range(num)]
+    rows = score_replicas(hdet.Probe(random_score), modules, sync_every=10, cycle=cycle, seed=seed)
+    return rows[:, :3].tolist()
+
+
+def test_every_replica_of_a_process_scores_with_the_same_random_numbers() -> None:
+    first, *others = score_by_random_numbers(cycle=2, seed=7)
+    assert others == [first, first]
+
+
+def test_random_numbers_of_a_score_depend_on_seed_and_cycle_only() -> None:
+    torch.manual_seed(0)
+    found = score_by_random_numbers(cycle=2, seed=7)
+    torch.manual_seed(1)  # as on another replica, whose loop has drawn other numbers
+    assert score_by_random_numbers(cycle=2, seed=7) == found
+    assert score_by_random_numbers(cycle=3, seed=7) != found
+    assert score_by_random_numbers(cycle=2, seed=8) != found
+
+
+def score_after_other_draws(rank: int) -> list[list[float]]:
+    torch.manual_seed(rank)
+    return score_by_random_numbers(cycle=1, seed=5, num=1)
+
+
+def test_replicas_in_different_processes_score_with_the_same_random_numbers(
+    processes: Processes,
+) -> None:
+    first, *others = processes(3, score_after_other_draws)
+    assert others == [first, first]
+
+
+def test_training_flags_are_restored_after_a_score_also_if_it_raises() -> None:
     model = net()
     model.norm.eval()
 
@@ -137,7 +175,7 @@ def test_training_flags_come_back_as_they_were() -> None:
         assert [m.training for m in (model, model.up, model.norm)] == [True, True, False]
 
 
-def test_batches_come_in_turn_and_a_resumed_run_goes_on_where_it_was() -> None:
+def test_cycles_take_successive_batches_also_after_a_resume() -> None:
     taken: list[int] = []
 
     def note(model: Any, batch: Tensor) -> Tensor:
@@ -154,7 +192,7 @@ def test_batches_come_in_turn_and_a_resumed_run_goes_on_where_it_was() -> None:
     assert taken == [1, 2]
 
 
-def test_the_cost_is_under_two_percent_by_default() -> None:
+def test_default_number_of_batches_costs_at_most_two_percent() -> None:
     many = hdet.Probe(lambda model, batch: 0.0, [1] * 100)
     for every in (17, 50, 100, 1000):
         assert 1 <= many.num_batches(every) <= 8
@@ -180,7 +218,7 @@ def row_of(score: Any, model: nn.Module | None = None) -> Tensor:
     return score_replicas(hdet.Probe(score), [model], sync_every=10, cycle=0, seed=0)[0]
 
 
-def test_what_methods_and_parts_of_a_model_are_called_with_is_seen() -> None:
+def test_inputs_of_methods_and_submodules_are_fingerprinted() -> None:
     torch.manual_seed(0)
     model, x, y = Scored(nn.Linear(3, 3)), torch.ones(1, 3), torch.zeros(1, 3)
     calls: list[Any] = [
@@ -197,7 +235,7 @@ def test_what_methods_and_parts_of_a_model_are_called_with_is_seen() -> None:
         assert seen(x) != seen(y)
 
 
-def test_a_score_may_set_what_the_model_reads() -> None:
+def test_a_score_may_set_attributes_of_the_model() -> None:
     def flipped(model: Any) -> Tensor:
         model.flag = True
         result: Tensor = model.loss(torch.zeros(1, 3))
@@ -208,19 +246,19 @@ def test_a_score_may_set_what_the_model_reads() -> None:
     assert model.flag
 
 
-def test_a_score_may_try_a_copy_of_the_model() -> None:
+def test_a_score_may_call_a_deep_copy_of_the_model() -> None:
     model = Scored(nn.Linear(3, 3))
     x = torch.ones(1, 3)
     copied = row_of(lambda model: copy.deepcopy(model).loss(x), model)
     assert torch.equal(copied.nan_to_num(), row_of(lambda m: m.loss(x), model).nan_to_num())
 
 
-def test_a_score_that_uses_no_part_of_the_model_is_refused() -> None:
+def test_a_score_that_does_not_use_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="must call the model"):
         row_of(lambda model: float(len(model)))
 
 
-def test_a_loader_with_a_generator_of_its_own_is_resumed_too() -> None:
+def test_a_loader_with_its_own_generator_resumes_with_the_same_batches() -> None:
     def taken(cycles: range) -> list[Any]:
         own = torch.Generator().manual_seed(7)
         some = TensorDataset(torch.arange(12))
@@ -232,7 +270,7 @@ def test_a_loader_with_a_generator_of_its_own_is_resumed_too() -> None:
     assert taken(range(5, 8)) == whole[5:]
 
 
-def test_high_scores_can_be_the_good_ones() -> None:
+def test_mode_max_negates_scores() -> None:
     def run(probe: hdet.Probe) -> Tensor:
         return score_replicas(probe, [net()], sync_every=10, cycle=0, seed=0)
 
@@ -250,7 +288,9 @@ def test_many_scores_are_averaged_in_groups() -> None:
     assert float(row[:32].mean()) == pytest.approx(float(want), rel=0.05)
 
 
-def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_scored_at_the_mean_of_their_last_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[list[Tensor]] = []
 
     def look(model: Any) -> Tensor:
@@ -260,7 +300,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(5)
     run = Run(look, num=2, controller=None)  # half of the cycle by default
     iterates: list[list[list[Tensor]]] = []
-    add = run.scheduler._run.parameters.add_to_tail
+    add = run.scheduler._run.parameters.tail.add
 
     def spy() -> None:
         iterates.append(
@@ -268,7 +308,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
         )
         add()
 
-    monkeypatch.setattr(run.scheduler._run.parameters, "add_to_tail", spy)
+    monkeypatch.setattr(run.scheduler._run.parameters.tail, "add", spy)
     run.go(T)
     assert len(iterates) == T // 2
     for replica in range(2):
@@ -282,7 +322,7 @@ def test_the_tail_is_the_mean_of_the_last_iterates(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
-def test_label_smoothing_rests_while_replicas_are_scored() -> None:
+def test_label_smoothing_is_zero_while_replicas_are_scored() -> None:
     criterion = nn.CrossEntropyLoss(label_smoothing=0.3)
     knob = hdet.label_smoothing(criterion)
     seen = []
@@ -356,18 +396,18 @@ def probed_process(rank: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["callable", "shuffled", "nan"])
-def test_processes_decide_the_same_by_their_scores(processes: Processes, kind: str) -> None:
+def test_all_processes_make_the_same_decision_from_scores(processes: Processes, kind: str) -> None:
     answers = processes(3, probed_process, kind)
     assert answers[0] == answers[1] == answers[2]
     assert answers[0][0] != 1.0
 
 
-def test_different_batches_are_an_error_on_all_replicas(processes: Processes) -> None:
+def test_scoring_different_batches_is_an_error_on_all_replicas(processes: Processes) -> None:
     for told in processes(2, probed_process, "different"):
         assert "must score the same batches on all replicas, got different ones" in told
 
 
-def test_scores_that_are_no_numbers_are_told_and_move_nothing() -> None:
+def test_scores_that_are_nan_warn_and_move_no_knob() -> None:
     run = Run(lambda model: score(model) * math.nan, num=3)
     with pytest.warns(UserWarning, match=r"replica.s. \[0, 1, 2\] is not finite at step 4"):
         run.go(T)
@@ -390,7 +430,7 @@ def lazy(model: Any) -> float:
         ([1, 2], "`probe` must be a function of the model, or hdet.Probe"),
     ],
 )
-def test_a_bad_probe_is_refused_at_once(probe: Any, words: str) -> None:
+def test_a_probe_that_is_no_function_is_refused(probe: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         Run(probe)
 
@@ -406,7 +446,7 @@ def test_a_bad_probe_is_refused_at_once(probe: Any, words: str) -> None:
         ({"tail": 1.5}, "`tail` must be in"),
     ],
 )
-def test_bad_settings_are_refused(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_probe_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         hdet.Probe(**{"score": score, **arguments})
 
@@ -420,12 +460,12 @@ def test_bad_settings_are_refused(arguments: dict[str, Any], words: str) -> None
         (lambda model: [model(HELD[0])], "must return a tensor or a number"),
     ],
 )
-def test_a_probe_that_scores_nothing_says_so(probe: Any, words: str) -> None:
+def test_a_probe_without_batches_scores_or_model_call_raises(probe: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         Run(probe).go(T)
 
 
-def test_a_probe_needs_the_model() -> None:
+def test_a_probe_without_model_is_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`probe` needs `model=`"):
@@ -435,7 +475,7 @@ def test_a_probe_needs_the_model() -> None:
 # Batches -----------------------------------------------------------------------------------------
 
 
-def test_no_batch_counts_twice() -> None:
+def test_a_cycle_scores_no_batch_twice() -> None:
     """Six copies of one batch would agree perfectly and seem to leave no doubt."""
     seen: list[int] = []
 
@@ -447,7 +487,7 @@ def test_no_batch_counts_twice() -> None:
     assert seen == [0]
 
 
-def test_a_shuffling_loader_goes_on_after_a_resume_as_it_would_have() -> None:
+def test_a_shuffling_loader_resumes_with_the_same_batches() -> None:
     seen: list[list[float]] = []
 
     def note(model: Any, batch: Any) -> Tensor:
@@ -478,7 +518,7 @@ def test_a_probe_makes_training_losses_unnecessary() -> None:
     assert run.scheduler._run.knob_bank.cycle == 10
 
 
-def test_scores_of_different_number_are_refused(processes: Processes) -> None:
+def test_different_numbers_of_scores_are_refused_on_all_replicas(processes: Processes) -> None:
     for told in processes(2, differing_scores):
         assert "must return equally many numbers on all replicas, got [3, 4]" in told
 
@@ -512,14 +552,12 @@ def differing_scores(rank: int) -> str:
         (lambda model, *, device: 0.0, None, "score(model)"),
     ],
 )
-def test_a_score_that_cannot_be_called_is_refused_at_once(
-    score: Any, batches: Any, words: str
-) -> None:
+def test_a_score_with_the_wrong_signature_is_refused(score: Any, batches: Any, words: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"must be callable as {words}")):
         hdet.Probe(score, batches)
 
 
-def test_a_score_that_can_be_called_may_look_as_it_likes() -> None:
+def test_callables_of_every_kind_are_accepted_as_score() -> None:
     class Scorer:
         def __call__(self, model: Any, batch: Any = None) -> float:
             return 0.0
@@ -539,7 +577,7 @@ def test_a_score_that_can_be_called_may_look_as_it_likes() -> None:
         assert hdet.Probe(score, [1]).score is score
 
 
-def test_inside_the_autocast_of_a_loop_no_weights_of_before_are_scored() -> None:
+def test_scoring_inside_autocast_uses_no_cached_casts_of_other_weights() -> None:
     """It remembers its casts until the loop leaves it, and knows nothing of weights that change."""
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)

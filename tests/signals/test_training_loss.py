@@ -10,7 +10,7 @@ import hdet
 from hdet.signals.training_loss import TrainingLoss
 
 
-def test_the_mean_is_weighted_and_exact() -> None:
+def test_mean_loss_is_weighted_and_exact() -> None:
     signal = TrainingLoss(1)
     for _ in range(1000):
         signal.add(torch.tensor(0.1, dtype=torch.float32, requires_grad=True), 1.0)
@@ -21,7 +21,7 @@ def test_the_mean_is_weighted_and_exact() -> None:
     assert count == 1001
 
 
-def test_it_starts_again_after_a_cycle() -> None:
+def test_clear_forgets_the_losses_of_the_last_cycle() -> None:
     signal = TrainingLoss(2)
     signal.add(torch.tensor([1.0, 2.0]), 1.0)
     signal.clear()
@@ -30,7 +30,7 @@ def test_it_starts_again_after_a_cycle() -> None:
     assert signal.rows()[:, :2].tolist() == [[3.0, 1.0], [4.0, 1.0]]
 
 
-def test_a_place_that_is_written_again_and_being_asked_leave_no_trace() -> None:
+def test_rows_changes_nothing_and_losses_are_copied() -> None:
     asked, quiet, place = TrainingLoss(2), TrainingLoss(2), torch.zeros(2)
     for step in range(150):
         place.copy_(torch.tensor([step % 7, 0.1 * step]))
@@ -46,7 +46,7 @@ def test_a_place_that_is_written_again_and_being_asked_leave_no_trace() -> None:
     torch.testing.assert_close(quiet.rows()[:, 2], jumps.sqrt())
 
 
-def test_losses_may_differ_in_kind() -> None:
+def test_losses_may_differ_in_type_and_shape() -> None:
     signal = TrainingLoss(1)
     kinds = [torch.tensor([1.0]), torch.tensor(2.0, dtype=torch.float64), 3, torch.tensor([[4]])]
     for loss in kinds:
@@ -57,7 +57,7 @@ def test_losses_may_differ_in_kind() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_was_skipped_leaves_no_trace(bad: float) -> None:
+def test_losses_that_are_not_finite_are_left_out_unless_the_last_is(bad: float) -> None:
     """Also the first of all, and several in a row; but not one that the cycle ends with."""
     signal, other = TrainingLoss(2), TrainingLoss(2)
     for step in range(150):
@@ -73,7 +73,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(bad: float) -> None:
     assert signal.rows()[:, 0].isfinite().tolist() == [False, True]
 
 
-def test_no_step_within_a_cycle_reads_a_value_back() -> None:
+def test_steps_within_a_cycle_read_no_loss_from_the_device() -> None:
     """A tensor on the meta device has no value: whoever asks for it raises an error."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=100, sync_every=50)
@@ -85,7 +85,7 @@ def test_no_step_within_a_cycle_reads_a_value_back() -> None:
         scheduler.step()
 
 
-def test_the_error_is_that_of_the_noise_and_not_of_the_trend() -> None:
+def test_standard_error_measures_noise_and_not_the_trend() -> None:
     signal = TrainingLoss(2)
     noise = torch.randn(4000, 2, dtype=torch.float64)
     trend = torch.linspace(50, 0, 4000, dtype=torch.float64)[:, None]
@@ -97,7 +97,7 @@ def test_the_error_is_that_of_the_noise_and_not_of_the_trend() -> None:
     )
 
 
-def test_one_loss_has_no_error() -> None:
+def test_standard_error_of_one_loss_is_nan() -> None:
     signal = TrainingLoss(1)
     signal.add(1.0, 1.0)
     assert signal.rows()[0, 2].isnan()

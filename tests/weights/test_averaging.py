@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import hdet
 from hdet.replicas.process import ProcessReplicas
 from hdet.tensors.hashing import fingerprint, fingerprints
-from hdet.weights.averaging import ReplicaWeights
-from hdet.weights.inventory import TENSOR_KINDS, ReplicaTensors
+from hdet.weights.inventory import ALL_KINDS, ReplicaTensors, TensorKind
+from hdet.weights.replica_weights import ReplicaWeights
 from tests import toy
 from tests.processes import Processes
 
@@ -50,14 +50,16 @@ def zoo_at(value: float) -> tuple[Zoo, torch.optim.Optimizer, list[Any]]:
 def converge_zoo(rank: int, bucket_bytes: int) -> list[torch.Tensor]:
     zoo, optimizer, outside = zoo_at(float(rank))
     replicas = ProcessReplicas(bucket_bytes=bucket_bytes)
-    ReplicaWeights(optimizer, zoo, replicas).converge_(range(3), TENSOR_KINDS, {})
+    ReplicaWeights(optimizer, zoo, replicas).averager.average_(range(3), ALL_KINDS, {})
     names = dict(zoo.named_parameters()) | dict(zoo.named_buffers())
     assert names.pop("batch_norm.num_batches_tracked").item() == 2
     return [t.detach() for t in [*names.values(), *outside] if t.numel()]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20])
-def test_everything_is_averaged_once(processes: Processes, bucket_bytes: int) -> None:
+def test_every_parameter_buffer_and_state_is_averaged_once(
+    processes: Processes, bucket_bytes: int
+) -> None:
     for tensors in processes(3, converge_zoo, bucket_bytes):
         for tensor in tensors:
             assert bool((tensor == 1).all()), tensor
@@ -131,31 +133,31 @@ def state_of_unequal_size(rank: int) -> int:
     return len(optimizer.state)
 
 
-def test_states_of_different_size_are_kept(processes: Processes) -> None:
+def test_optimizer_states_of_different_size_are_not_averaged(processes: Processes) -> None:
     assert processes(2, state_of_unequal_size) == [2, 0]
 
 
-def test_adagrad_cannot_be_reset() -> None:
+def test_resetting_the_state_of_adagrad_is_refused() -> None:
     optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match="`optimizer_state` must be 'keep' or 'average'"):
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), optimizer_state="reset", preset="paper")
 
 
-def test_a_buffer_that_was_rebound_counts() -> None:
+def test_refresh_finds_a_rebound_buffer() -> None:
     zoo, optimizer, _ = zoo_at(0.0)
     body = ReplicaTensors(optimizer, zoo)
     zoo.batch_norm.running_mean = torch.full((2,), 5.0)
     body.refresh()
-    assert any(bool((b == 5).all()) for b in body.part("buffers"))
+    assert any(bool((b == 5).all()) for b in body.of_kind(TensorKind.BUFFERS))
 
 
-def test_frozen_parameters_are_still_until_someone_thaws_them() -> None:
+def test_refresh_finds_a_frozen_parameter_that_trains_again() -> None:
     zoo, optimizer, _ = zoo_at(0.0)
     body = ReplicaTensors(optimizer, zoo)
-    assert [t.data_ptr() for t in body.part("still")] == [zoo.frozen.data_ptr()]
+    assert [t.data_ptr() for t in body.of_kind(TensorKind.FROZEN)] == [zoo.frozen.data_ptr()]
     zoo.frozen.requires_grad_(True)
     body.refresh()
-    assert body.part("still") == []
+    assert body.of_kind(TensorKind.FROZEN) == []
 
 
 def freeze(rank: int, differ: bool) -> tuple[list[float], list[float], int]:
@@ -180,7 +182,7 @@ def freeze(rank: int, differ: bool) -> tuple[list[float], list[float], int]:
     return values.tolist(), model["frozen"].tolist(), rank
 
 
-def test_frozen_parameters_keep_their_bits_where_replicas_agree(processes: Processes) -> None:
+def test_frozen_parameters_that_are_equal_keep_their_bits(processes: Processes) -> None:
     for before, after, _ in processes(3, freeze, False):
         assert before == after
     after = [result[1] for result in processes(3, freeze, True)]
@@ -188,7 +190,7 @@ def test_frozen_parameters_keep_their_bits_where_replicas_agree(processes: Proce
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_a_fingerprint_sees_one_bit_and_one_place(dtype: torch.dtype) -> None:
+def test_fingerprint_changes_with_one_bit_and_with_the_order(dtype: torch.dtype) -> None:
     values = torch.arange(300_000).to(dtype)
     changed, swapped = values.clone(), values.clone()
     changed[-1] += 2048
@@ -198,7 +200,7 @@ def test_a_fingerprint_sees_one_bit_and_one_place(dtype: torch.dtype) -> None:
     assert len(set(prints)) == 3
 
 
-def test_fingerprints_of_many_are_those_of_each() -> None:
+def test_fingerprints_of_many_tensors_equal_those_of_each_tensor() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [1, 0, 7, 300_000, 2, 1000, 7, 20_000]
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -207,7 +209,7 @@ def test_fingerprints_of_many_are_those_of_each() -> None:
     assert fingerprints(tensors).tolist() == [int(fingerprint(tensor)) for tensor in tensors]
 
 
-def test_a_fingerprint_tells_zero_from_minus_zero_and_knows_its_nans() -> None:
+def test_fingerprint_distinguishes_zero_minus_zero_and_nan() -> None:
     values = [torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor([float("nan")])]
     assert len(set(fingerprints(values).tolist())) == 3
 
@@ -219,7 +221,7 @@ def perturbed(rank: int, noise: float) -> tuple[list[torch.Tensor], bool]:
     return [p.detach() for p in model.parameters()], torch.equal(before, torch.get_rng_state())
 
 
-def test_a_warm_noisy_start_has_the_size_of_equation_10(processes: Processes) -> None:
+def test_perturb_adds_noise_of_the_size_of_equation_10(processes: Processes) -> None:
     results = processes(4, perturbed, 0.01)
     start = torch.cat([p.detach().flatten() for p in toy.toy().parameters()])
     noises = [torch.cat([p.flatten() for p in weights]) - start for weights, _ in results]
@@ -232,14 +234,14 @@ def test_a_warm_noisy_start_has_the_size_of_equation_10(processes: Processes) ->
     assert all(untouched for _, untouched in results)
 
 
-def test_perturb_refuses_nonsense() -> None:
+def test_perturb_refuses_negative_noise_and_a_model_without_parameters() -> None:
     with pytest.raises(ValueError, match=r"`noise` must be in .0, inf., got -0.5"):
         hdet.perturb_(nn.Linear(1, 1), -0.5)
     with pytest.raises(ValueError, match="`model` must have parameters"):
         hdet.perturb_(nn.ReLU())
 
 
-def test_perturbing_by_nothing_changes_nothing() -> None:
+def test_perturb_without_noise_changes_nothing() -> None:
     model = toy.toy()
     hdet.perturb_(model, 0.0)
     for ours, plain in zip(model.parameters(), toy.toy().parameters(), strict=True):
@@ -284,15 +286,15 @@ def train_masked(rank: int, bad: bool) -> Any:
     return unchanged, model.get_buffer("running").item()
 
 
-def test_what_replicas_agree_on_keeps_its_bits(processes: Processes) -> None:
+def test_equal_buffers_and_frozen_parameters_keep_their_bits(processes: Processes) -> None:
     assert processes(3, train_masked, False) == [(True, 1.0)] * 3
 
 
-def test_a_buffer_that_one_replica_spoiled_is_left_out(processes: Processes) -> None:
+def test_a_replica_with_a_nan_in_a_buffer_is_excluded(processes: Processes) -> None:
     assert processes(3, train_masked, True) == [(True, 1.0)] * 3
 
 
-def test_parameters_that_overlap_are_refused() -> None:
+def test_parameters_that_overlap_in_memory_are_refused() -> None:
     memory = torch.zeros(10)
     model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory[:4])})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -306,7 +308,7 @@ def perturb_one(rank: int) -> bool:
     return True
 
 
-def test_perturbing_asks_nobody(processes: Processes) -> None:
+def test_perturb_works_on_one_process_without_the_others(processes: Processes) -> None:
     assert processes(2, perturb_one) == [True, True]
 
 
@@ -326,11 +328,11 @@ def move_a_buffer(rank: int) -> list[float]:
     return seen
 
 
-def test_a_tensor_that_moved_is_averaged_where_it_is_now(processes: Processes) -> None:
+def test_a_buffer_with_new_memory_is_averaged(processes: Processes) -> None:
     assert processes(3, move_a_buffer) == [[1.0, 2.0, 3.0]] * 3
 
 
-def test_norms_of_gradients_of_every_kind() -> None:
+def test_gradient_norms_of_half_precision_complex_and_missing_gradients() -> None:
     """In half precision and complex, and none at all where a replica has none."""
     model = nn.ParameterDict(
         {
@@ -343,11 +345,11 @@ def test_norms_of_gradients_of_every_kind() -> None:
     ensemble = hdet.StackedReplicas(model, 2)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     parameters = ReplicaWeights(optimizer, model, ensemble)
-    assert parameters.gradient_norms() is None
+    assert parameters.checks.gradient_norms() is None
     for module, value in zip(ensemble.modules(None), (1.0, 3.0), strict=True):
         assert isinstance(module, nn.ParameterDict)
         module["in_half"].grad = torch.full((3,), value, dtype=torch.bfloat16)
         module["complex"].grad = torch.full((2,), value * 1j, dtype=torch.complex128)
-    alone, together = parameters.gradient_norms() or (math.nan, math.nan)
+    alone, together = parameters.checks.gradient_norms() or (math.nan, math.nan)
     assert alone == pytest.approx((5 * 1 + 5 * 9) / 2, rel=1e-6)
     assert together == pytest.approx(5 * 4, rel=1e-6)

@@ -96,7 +96,7 @@ def check_alike(some: list[list[Tensor]], others: list[list[Tensor]]) -> None:
             torch.testing.assert_close(ours, want, rtol=1e-6, atol=1e-6)
 
 
-def test_diloco_is_that_of_torchft() -> None:
+def test_diloco_equals_torchft() -> None:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="[::]:0", min_replicas=2)
@@ -109,7 +109,7 @@ def test_diloco_is_that_of_torchft() -> None:
         server.shutdown()
 
 
-def test_without_an_outer_optimizer_it_is_local_sgd_as_in_accelerate() -> None:
+def test_averaging_without_outer_optimizer_equals_local_sgd_of_accelerate() -> None:
     pool = Processes(2)  # Accelerate keeps what it found in the environment
     try:
         check_alike(pool(2, ours, False), pool(2, accelerate_local_sgd))
@@ -155,13 +155,13 @@ def talk(rank: int, layout: str, gradients: Any = "local") -> list[list[str]]:
     return sent
 
 
-def test_nothing_is_sent_between_two_converges(processes: Processes) -> None:
+def test_nothing_is_sent_between_two_averages(processes: Processes) -> None:
     for told in processes(2, talk, "ddp"):
         for step, sent in enumerate(told, start=1):
             assert bool(sent) == (step % T == 0), (step, sent)
 
 
-def test_replicas_of_several_processes_send_inside_alone(processes: Processes) -> None:
+def test_replicas_of_several_processes_send_inside_of_a_replica_only(processes: Processes) -> None:
     """Whose reduce-scatter is an all-reduce where gloo makes it."""
     local, shared = processes(4, talk, "hsdp"), processes(4, talk, "hsdp", "shared")
     for alone, together in zip(local, shared, strict=True):
@@ -214,7 +214,7 @@ def check_equal(some: list[Tensor], others: list[Tensor]) -> None:
     assert all(a.equal(b) for a, b in zip(some, others, strict=True))
 
 
-def test_a_converge_without_a_step_moves_nothing() -> None:
+def test_converge_without_a_training_step_makes_no_outer_step() -> None:
     ensemble, _, scheduler = stacked(T)
     before = weights(ensemble)
     scheduler.converge()
@@ -222,7 +222,7 @@ def test_a_converge_without_a_step_moves_nothing() -> None:
     check_equal(before, weights(ensemble))
 
 
-def test_a_run_is_resumed_with_its_outer_state() -> None:
+def test_a_run_resumes_with_the_state_of_its_outer_optimizer() -> None:
     first = stacked(7)
     first[2].converge()
     ensemble, optimizer, scheduler = stacked(0)
@@ -237,7 +237,7 @@ def test_a_run_is_resumed_with_its_outer_state() -> None:
     check_equal(weights(first[0]), weights(ensemble))
 
 
-def test_a_guard_takes_the_outer_state_back_too() -> None:
+def test_rollback_restores_the_state_of_the_outer_optimizer() -> None:
     ensemble, optimizer, scheduler = stacked(6 * T, guard=hdet.Guard(offload=True))
     assert scheduler.outer is not None
     before = weights(ensemble)
@@ -248,14 +248,14 @@ def test_a_guard_takes_the_outer_state_back_too() -> None:
     check_equal(moments, [s["momentum_buffer"] for s in scheduler.outer.state.values()])
 
 
-def test_what_makes_no_optimizer_is_refused() -> None:
+def test_outer_that_makes_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="`outer` must make an optimizer of a list of parameters"):
         stacked(0, outer=0.7)
     with pytest.raises(TypeError, match="`outer` must make a torch optimizer, got a list"):
         stacked(0, outer=list)
 
 
-def test_one_replica_has_nothing_to_follow() -> None:
+def test_outer_with_one_replica_warns() -> None:
     model = toy.toy()
     base = LambdaLR(inner(model), lambda _: 1.0)
     with pytest.warns(UserWarning, match="`outer` needs several replicas"):
@@ -267,7 +267,7 @@ def meets(ensemble: Any) -> bool:
     return all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_replicas_that_begin_apart_meet_at_their_first_mean() -> None:
+def test_perturbed_replicas_are_equal_after_their_first_average() -> None:
     ensemble, optimizer, scheduler = stacked(0, noise=0.1)
     for _ in range(2):
         go_on(ensemble, optimizer, scheduler, T)
@@ -298,12 +298,12 @@ def skips(rank: int) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def test_a_replica_that_skips_its_steps_follows_all_the_same(processes: Processes) -> None:
+def test_a_replica_that_skips_its_steps_takes_the_outer_step(processes: Processes) -> None:
     one, other = processes(2, skips)
     check_equal(one, other)
 
 
-def test_two_parameters_in_one_place_make_one_step() -> None:
+def test_two_parameters_that_share_memory_make_one_outer_step() -> None:
     """As by `head.weight = nn.Parameter(embedding.weight)`, which torch does not know as tied."""
     weights = []
     for shared in (False, True):
@@ -313,18 +313,18 @@ def test_two_parameters_in_one_place_make_one_step() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         (body,) = (ReplicaTensors(optimizer, model),)
         outer = OuterOptimizer(OUTER, optimizer, [body])
-        outer.hold()
+        outer.remember_start()
         with torch.no_grad():
             model[0].add_(1.0)
             if not shared:
                 model[1].add_(1.0)
-        outer.has_moved = True
+        outer.has_trained = True
         outer.step()
         weights.append([p.detach().clone() for p in model])
     check_equal(*weights)
 
 
-def test_what_is_frozen_stays() -> None:
+def test_a_parameter_that_is_frozen_later_makes_no_outer_step() -> None:
     ensemble, optimizer, scheduler = stacked(2 * T)
     for module in ensemble.modules(None):
         module.head.weight.requires_grad_(False)

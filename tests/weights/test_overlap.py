@@ -121,21 +121,25 @@ def check(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:
 
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("gradients", ["local", "shared"])
-def test_processes_equal_the_plain_loop(processes: Processes, gradients: str, outer: bool) -> None:
+def test_overlapped_average_of_processes_equals_the_plain_loop(
+    processes: Processes, gradients: str, outer: bool
+) -> None:
     want = expected(gradients == "shared", outer)
     check(processes(N, processes_run, gradients, outer), want)
 
 
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("gradients", ["local", "shared"])
-def test_stacked_replicas_equal_the_plain_loop(gradients: str, outer: bool) -> None:
+def test_overlapped_average_of_stacked_replicas_equals_the_plain_loop(
+    gradients: str, outer: bool
+) -> None:
     run = Stacked(gradients=gradients, outer=OUTER if outer else None)
     run.go_on(S)
     check(run.weights(), expected(gradients == "shared", outer))
 
 
 @pytest.mark.parametrize("outer", [None, OUTER])
-def test_a_checkpoint_while_a_mean_is_under_way_is_one_model(outer: Any) -> None:
+def test_converge_during_a_pending_average_makes_one_model_to_save(outer: Any) -> None:
     run = Stacked(gradients="local", outer=outer)
     run.go_on(T)
     with pytest.warns(UserWarning, match="saved in the middle of a cycle"):
@@ -155,7 +159,7 @@ def test_a_checkpoint_while_a_mean_is_under_way_is_one_model(outer: Any) -> None
     check(again.weights(), run.weights())
 
 
-def test_a_replica_that_was_lost_takes_the_mean() -> None:
+def test_a_replica_with_nan_weights_takes_the_mean_of_the_others() -> None:
     run = Stacked(gradients="local")
     run.go_on(T - 1)
     with torch.no_grad():
@@ -164,7 +168,7 @@ def test_a_replica_that_was_lost_takes_the_mean() -> None:
     assert all(tensor.isfinite().all() for row in run.weights() for tensor in row)
 
 
-def test_a_converge_at_the_end_of_a_cycle_makes_one_outer_step() -> None:
+def test_converge_during_a_pending_average_makes_one_outer_step() -> None:
     run = Stacked(gradients="local", outer=OUTER)
     run.go_on(T)
     outer, num = run.scheduler.outer, 0
@@ -186,7 +190,7 @@ def freeze(run: Stacked, frozen: bool) -> None:
         module.head.bias.requires_grad_(not frozen)
 
 
-def test_what_is_frozen_or_not_while_a_mean_is_under_way() -> None:
+def test_parameters_frozen_or_unfrozen_during_a_pending_average() -> None:
     """Frozen: it keeps what was sent. Not any more: it has no outer step before it is known."""
     run = Stacked(gradients="local", outer=OUTER)
     run.go_on(T)
@@ -206,7 +210,7 @@ def test_what_is_frozen_or_not_while_a_mean_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("outer", [None, OUTER])
-def test_a_guard_goes_back_to_one_model(outer: Any) -> None:
+def test_rollback_with_overlap_makes_replicas_equal(outer: Any) -> None:
     run = Stacked(gradients="local", guard=hdet.Guard(), outer=outer)
     run.go_on(2 * T)
     with torch.no_grad():  # after the last mean has landed
@@ -227,6 +231,8 @@ def test_a_guard_goes_back_to_one_model(outer: Any) -> None:
         ({"optimizer_state": "average"}, "`overlap` needs optimizer_state='keep'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+def test_overlap_with_incompatible_settings_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Stacked(**options)

@@ -1,4 +1,4 @@
-"""The hands that turn knobs: how each is read and written for every replica of this process."""
+"""Bound knobs: how a knob is read and written for every replica of this process."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,26 +14,27 @@ from hdet.control.space import Space
 from hdet.knobs.dial import Dial
 
 Schedule = Callable[[int], float]
-"""step -> what the knob's start value is multiplied by there."""
+"""step -> the factor of a knob's start value at that step."""
 
 TOLERANCE = 1e-5
-"""How exactly a value must be read back: dials are float32."""
+"""The relative error that a value may have when it is read back: dials are float32."""
 
 
 class BindingContext(NamedTuple):
-    """What a knob is bound to: the optimizers of the replicas of this process."""
+    """What a knob is bound to: the replicas of this process."""
 
     optimizers: Sequence[Optimizer]
+    """The optimizer of each replica."""
     names: Sequence[str]
-    """Those of the parameter groups."""
+    """The names of the parameter groups."""
     device: torch.device
     momenta: Sequence[float] | None
-    """Those of each group if the base schedule cycles them."""
+    """The momentum of each group, if the base schedule cycles it."""
 
 
 @dataclass
 class BoundKnob:
-    """A knob of a run."""
+    """A knob of a run. It writes one or several targets, such as parameter groups or dials."""
 
     name: str
     space: Space
@@ -41,32 +42,32 @@ class BoundKnob:
     bases: list[float]
     """The start value of each target."""
     write: Callable[[int, Sequence[float], float], None]
-    """(target, the value of each replica of this process, the centre)."""
+    """Called with the target, the value of each replica of this process, and the centre."""
     read: Callable[[int], Sequence[float]]
     """target -> the value of each replica of this process."""
     schedule: Schedule | None = None
     dials: Sequence[Dial] = ()
-    rest: float | None = None
-    """What a probe scores with, if the knob changes the loss itself."""
-    places: frozenset[Any] = frozenset()
-    """What it writes: no two knobs may write the same."""
+    probe_value: float | None = None
+    """The value while a probe scores, for a knob that changes the loss itself."""
+    writes: frozenset[Any] = frozenset()
+    """Identifies the targets: no two knobs may write the same."""
     setting: str | None = None
-    """The entry of parameter groups that it writes, if it does."""
-    follows: Sequence[int] = ()
-    """The groups whose momentum it writes, where the base schedule cycles momenta."""
+    """The entry of the parameter groups that the knob writes, if any."""
+    momentum_groups: Sequence[int] = ()
+    """For each target the group whose scheduled momentum is its base; empty for other knobs."""
     is_checked: bool = False
-    """Whether something else than the start value was written and read back."""
+    """Whether a value other than the start value was written and read back."""
 
     @property
     def start(self) -> float:
-        """The centre of the spread at the beginning: the first target's."""
+        """The centre of the spread at the start: the base of the first target."""
         return self.bases[0]
 
     def base(self, target: int, step: int, momenta: Sequence[float] | None) -> float:
-        """What a target would have at a step without exploration."""
+        """The value of a target at a step without exploration."""
         base = self.bases[target]
-        if momenta is not None and self.follows:
-            base = momenta[self.follows[target]]
+        if momenta is not None and self.momentum_groups:
+            base = momenta[self.momentum_groups[target]]
         if self.schedule is None:
             return base
         factor: Any = self.schedule(step)
@@ -84,19 +85,21 @@ class BoundKnob:
         return scheduled
 
     def is_scheduled(self) -> bool:
-        return self.schedule is not None or bool(self.follows)
+        """Whether the value changes within a cycle."""
+        return self.schedule is not None or bool(self.momentum_groups)
 
     def check(self) -> None:
+        """Raise a ValueError if the bounds do not contain the start values."""
         low, high = self.space.low, self.space.high
         for base in self.bases:
-            if not (math.isfinite(base) and low <= base <= high) or on_rim(self.space, base):
+            if not (math.isfinite(base) and low <= base <= high) or is_at_edge(self.space, base):
                 raise ValueError(
                     f"`bounds` of knob {self.name!r} must contain its start value, got "
                     f"({low:g}, {high:g}) and {base:g}."
                 )
 
     def check_effect(self, target: int, written: Sequence[float]) -> None:
-        """Read back what was written: a knob that nobody turns must not be steered."""
+        """Raise a ValueError if the written values cannot be read back."""
         seen = self.read(target)
         for value, wanted in zip(seen, written, strict=True):
             if not math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=1e-12):
@@ -106,58 +109,67 @@ class BoundKnob:
                 )
 
 
-def on_rim(space: Space, value: float) -> bool:
-    """Whether no step leads away from a value: zero in a log space, 0 or 1 in a logit space."""
+def is_at_edge(space: Space, value: float) -> bool:
+    """Whether no step can leave a value: 0 in a log space, 0 or 1 in a logit space."""
     if space.kind == "linear":
         return False
     return value <= 0 or (space.kind == "logit" and value >= 1)
 
 
 class BoundKnobs:
-    """All the knobs of a run beside its learning rates."""
+    """All knobs of a run except its learning rates.
 
-    def __init__(self, handles: Sequence[BoundKnob], local: Callable[[], range]) -> None:
-        """`local` says which replicas live here; where they come and go it may change."""
-        self._handles, self._find_local = handles, local
-        self.are_scheduled = any(handle.is_scheduled() for handle in handles)
-        """Whether there is something to turn at every step."""
-        _check_apart(handles)
-        for handle in handles:
-            handle.check()
+    Args:
+        knobs: The bound knobs.
+        local: Returns the replicas of this process; elastic replicas may change.
+    """
+
+    def __init__(self, knobs: Sequence[BoundKnob], local: Callable[[], range]) -> None:
+        self._knobs, self._find_local = knobs, local
+        self.are_scheduled = any(knob.is_scheduled() for knob in knobs)
+        """Whether a knob changes at every step."""
+        _check_distinct(knobs)
+        for knob in knobs:
+            knob.check()
 
     @property
     def _local(self) -> range:
         return self._find_local()
 
     def explored(self) -> list[KnobInfo]:
-        """What the decisions need to know of them."""
-        return [KnobInfo(h.name, h.space, h.spread, h.start) for h in self._handles]
+        """What the controller needs to know of each knob."""
+        return [KnobInfo(k.name, k.space, k.spread, k.start) for k in self._knobs]
 
     def settings(self) -> set[str]:
-        """The entries of parameter groups that they write."""
-        return {handle.setting for handle in self._handles if handle.setting is not None}
+        """The entries of the parameter groups that knobs write."""
+        return {knob.setting for knob in self._knobs if knob.setting is not None}
 
     def write(
         self,
-        knobs: Sequence[KnobState],
+        states: Sequence[KnobState],
         step: int,
         momenta: Sequence[float] | None,
         *,
         everything: bool,
     ) -> None:
-        """Give every replica of this process its values; within a cycle only what is scheduled.
+        """Give every replica of this process its values.
 
-        What is written for the first time is read back: a knob must take effect.
+        Args:
+            states: The state of each knob.
+            step: The current step.
+            momenta: The momentum of each group, if the base schedule cycles it.
+            everything: Whether to write all knobs, as between cycles; else only scheduled ones.
+                The first new values are also read back, since a knob must take effect.
         """
-        for handle, knob in zip(self._handles, knobs, strict=True):
-            if everything or handle.is_scheduled():
-                centre = knob.state.scale
-                each = [knob.factor(replica) for replica in self._local]
-                self._turn(handle, centre, each, step, momenta, check=everything)
+        for knob, state in zip(self._knobs, states, strict=True):
+            if everything or knob.is_scheduled():
+                centre = state.state.scale
+                each = [state.factor(replica) for replica in self._local]
+                self._write(knob, centre, each, step, momenta, check=everything)
 
-    def _turn(
+    def _write(
         self,
-        handle: BoundKnob,
+        knob: BoundKnob,
         centre: float,
         each: Sequence[float],
         step: int,
@@ -165,82 +177,85 @@ class BoundKnobs:
         *,
         check: bool,
     ) -> None:
-        space, start = handle.space, handle.start
-        for target in range(len(handle.bases)):
-            base = handle.base(target, step, momenta)
+        space, start = knob.space, knob.start
+        for target in range(len(knob.bases)):
+            base = knob.base(target, step, momenta)
             values = [space.clamped(space.carried(value, start, base)) for value in each]
-            handle.write(target, values, space.clamped(space.carried(centre, start, base)))
-            if check and not handle.is_checked:
-                handle.check_effect(target, values)
+            knob.write(target, values, space.clamped(space.carried(centre, start, base)))
+            if check and not knob.is_checked:
+                knob.check_effect(target, values)
         if check:
-            handle.is_checked |= any(value != handle.start for value in each)
+            knob.is_checked |= any(value != knob.start for value in each)
 
     @contextmanager
     def at_centre(
-        self, knobs: Sequence[KnobState], step: int, momenta: Sequence[float] | None
+        self, states: Sequence[KnobState], step: int, momenta: Sequence[float] | None
     ) -> Iterator[None]:
-        """Inside, the model has the values of the consensus; after it every replica its own."""
+        """Inside, the model has the centre values of its knobs; afterwards replicas their own."""
         pairs = [
-            (handle, knob)
-            for handle, knob in zip(self._handles, knobs, strict=True)
-            if handle.setting is None
+            (knob, state)
+            for knob, state in zip(self._knobs, states, strict=True)
+            if knob.setting is None
         ]
-        for handle, knob in pairs:
-            centre = knob.state.scale
-            self._turn(handle, centre, [centre] * len(self._local), step, momenta, check=False)
+        for knob, state in pairs:
+            centre = state.state.scale
+            self._write(knob, centre, [centre] * len(self._local), step, momenta, check=False)
         try:
             yield
         finally:
-            for handle, knob in pairs:
-                each = [knob.factor(replica) for replica in self._local]
-                self._turn(handle, knob.state.scale, each, step, momenta, check=False)
+            for knob, state in pairs:
+                each = [state.factor(replica) for replica in self._local]
+                self._write(knob, state.state.scale, each, step, momenta, check=False)
 
     @contextmanager
     def without_regularization(self) -> Iterator[None]:
-        """Inside, knobs that change the loss itself do not: a probe compares like with like."""
-        resting = [
-            (handle, target)
-            for handle in self._handles
-            for target in range(len(handle.bases))
-            if handle.rest is not None
+        """Inside, knobs that change the loss itself have their probe values.
+
+        So a probe scores all replicas by the same loss.
+        """
+        targets = [
+            (knob, target, knob.probe_value)
+            for knob in self._knobs
+            for target in range(len(knob.bases))
+            if knob.probe_value is not None
         ]
-        kept = [
-            (dial.values.clone(), dial.alone.clone()) for h, t in resting for dial in [h.dials[t]]
-        ]
-        for handle, target in resting:
-            assert handle.rest is not None
-            handle.write(target, [handle.rest] * len(self._local), handle.rest)
+        dials = [knob.dials[target] for knob, target, _ in targets]
+        kept = [(dial.values.clone(), dial.centre.clone()) for dial in dials]
+        for knob, target, value in targets:
+            knob.write(target, [value] * len(self._local), value)
         try:
             yield
         finally:
-            for (handle, target), (values, alone) in zip(resting, kept, strict=True):
-                handle.dials[target].values.copy_(values)
-                handle.dials[target].alone.copy_(alone)
+            for dial, (values, centre) in zip(dials, kept, strict=True):
+                dial.values.copy_(values)
+                dial.centre.copy_(centre)
 
     def unread(self) -> list[str]:
-        """Those whose dials no code has read: they cannot have an effect."""
+        """Names of knobs whose dials no code has read: they cannot have an effect."""
         return [
-            handle.name
-            for handle in self._handles
-            if handle.dials and not any(dial.is_read for dial in handle.dials)
+            knob.name
+            for knob in self._knobs
+            if knob.dials and not any(dial.is_read for dial in knob.dials)
         ]
 
     def check_read(self, unread: Collection[str], step: int) -> None:
-        for handle in self._handles:
-            if handle.name in unread:
+        """Raise a ValueError for the first knob that is `unread`."""
+        for knob in self._knobs:
+            if knob.name in unread:
                 raise ValueError(
-                    f"knob {handle.name!r} must take effect, but nothing has read it until step "
+                    f"knob {knob.name!r} must take effect, but nothing has read it until step "
                     f"{step}: does the training loop use the module that it was made for?"
                 )
 
 
-def _check_apart(handles: Sequence[BoundKnob]) -> None:
+def _check_distinct(knobs: Sequence[BoundKnob]) -> None:
+    """Raise a ValueError if two knobs have one name or write the same target."""
     names: set[str] = set()
     written: set[Any] = set()
-    for handle in handles:
-        if handle.name in names or handle.places & written:
+    for knob in knobs:
+        if knob.name in names or knob.writes & written:
             raise ValueError(
-                f"`knobs` must each write something else, got a second one for {handle.name!r}."
+                f"`knobs` must each write something else, got a second one for {knob.name!r}."
             )
-        names.add(handle.name)
-        written |= handle.places
+        names.add(knob.name)
+        written |= knob.writes

@@ -1,4 +1,4 @@
-"""Dial: a number in memory that a model reads while it runs, one value for each replica."""
+"""Dial: a number in memory that a model reads while it runs, with a value for each replica."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 
 class _Running:
-    """Which of the replicas of this process is being run; none if there is only one."""
+    """The state of this process that dials depend on."""
 
     replica: Tensor | None = None
+    """The index of the replica that runs; None outside of `running`."""
     shares_dials = False
-    """Whether copies that are made now are replicas of one model."""
+    """Whether a copy of a model that is made now shares its dials."""
 
 
 _current = _Running()
@@ -30,8 +31,12 @@ def sharing_dials() -> Iterator[None]:
         _current.shares_dials = False
 
 
-class running:  # noqa: N801 (a context, written like a function)
-    """Inside, dials show the value of this replica: a tensor, since compiled code must not care."""
+class running:  # noqa: N801 (a context manager, named like a function)
+    """Inside, dials have the value of one replica.
+
+    Args:
+        replica: The index of the replica, as a tensor: compiled code then fits all replicas.
+    """
 
     def __init__(self, replica: Tensor) -> None:
         self._replica = replica
@@ -44,15 +49,16 @@ class running:  # noqa: N801 (a context, written like a function)
 
 
 _copied_modules: WeakSet[nn.Module] = WeakSet()
-"""Modules that others are copies of: what is put into them now, the copies do not have."""
+"""Modules that have been copied: a dial that is put into them now is missing in the copies."""
 
 
 def remember_copies(model: nn.Module) -> None:
-    """All parts of a model have been copied for its replicas."""
+    """Note that a model and all its submodules have been copied for its replicas."""
     _copied_modules.update(model.modules())
 
 
 def check_not_copied(module: nn.Module, what: str) -> None:
+    """Raise a ValueError if a dial for knob `what` would come too late."""
     if module in _copied_modules:
         raise ValueError(
             f"`{what}` must be put into a model before hdet.StackedReplicas copies it, got one "
@@ -61,25 +67,45 @@ def check_not_copied(module: nn.Module, what: str) -> None:
 
 
 class Dial:
-    """A number inside a model or a loss that hdet may turn: `scale * dial()`.
+    """A number inside of a model or a loss that hdet can change while it trains.
 
-    Replicas on one device share it, each with its own value; any other copy of a model has a dial
-    of its own, at the centre.
+    Call the dial where the number is needed, as in `scale * dial()`. The call returns a tensor, so
+    that a new value compiles nothing. Pass `dial.get` and `dial.set` to `hdet.Knob`.
 
-    >>> temperature = Dial(2.0)
-    >>> temperature() * torch.ones(2)
-    tensor([2., 2.])
+    Replicas on one device share a dial, and each has its own value. Any other copy of a model gets
+    its own dial, at the centre of the values.
+
+    Args:
+        value: The start value.
+
+    Attributes:
+        values: One value for each replica of this process.
+        centre: The value outside of any replica: the centre of the spread.
+        is_read: Whether code has read the dial.
+
+    Example:
+        >>> temperature = Dial(2.0)
+        >>> temperature() * torch.ones(2)
+        tensor([2., 2.])
+        >>> temperature.set(3.0)
+        >>> temperature.get()
+        3.0
     """
 
     def __init__(self, value: float) -> None:
         self.values = torch.tensor([float(value)])
-        self.alone = torch.tensor(float(value))
-        """What is read where no replica is run in particular: the centre of the spread."""
+        self.centre = torch.tensor(float(value))
         self.is_read = False
-        self.is_tempering = False
-        """Whether attention is being computed at it, so that nobody divides twice."""
+        self.is_applied = False
+        """Whether attention runs at this temperature now, so that scores are divided once."""
 
     def __call__(self) -> Tensor:
+        """The value of the replica that runs, or the centre.
+
+        Raises:
+            RuntimeError: Activation checkpointing reads the dial of stacked replicas in the
+                backward pass, where the replica is unknown.
+        """
         self.is_read = True
         if _current.replica is None:
             if len(self.values) > 1 and torch._C._current_graph_task_id() != -1:
@@ -87,34 +113,49 @@ class Dial:
                     "a knob was read in the backward pass, by activation checkpointing: there "
                     "stacked replicas cannot tell whose value to read. Leave checkpointing out."
                 )
-            return self.alone
+            return self.centre
         return self.values.index_select(0, _current.replica.reshape(1)).reshape(())
 
     def get(self) -> float | Tensor:
-        """The value, or one for each replica of this process."""
+        """Read the value.
+
+        Returns:
+            A number, or a tensor with one value for each replica of this process.
+        """
         return float(self.values) if len(self.values) == 1 else self.values
 
     def set(self, value: float | Tensor, centre: float | None = None) -> None:
-        """Turn it: a number, or one for each replica of this process."""
+        """Write the value.
+
+        Args:
+            value: A number for all replicas, or a tensor with one value for each replica of this
+                process.
+            centre: The value outside of any replica; by default the mean of the values.
+        """
         if isinstance(value, Tensor) and value.dim():
             self.values.copy_(value)
         else:
             self.values.fill_(value)
         if centre is None or len(self.values) == 1:
-            self.alone.copy_(self.values.mean())
+            self.centre.copy_(self.values.mean())
         else:
-            self.alone.fill_(centre)
+            self.centre.fill_(centre)
 
     def place(self, num: int, device: torch.device | None) -> None:
-        """Make room for so many replicas, on their device."""
+        """Hold one value for each of `num` replicas, on their device.
+
+        Args:
+            num: The number of replicas of this process.
+            device: Their device; None is the host.
+        """
         if len(self.values) == num and self.values.device == torch.device(device or "cpu"):
-            return  # what is compiled or captured reads it where it lies
+            return  # compiled and captured code reads the tensors where they are
         self.values = self.values.mean().to(device).repeat(num)
-        self.alone = self.alone.to(device)
+        self.centre = self.centre.to(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Dial":
         if _current.shares_dials:
             return self
         other = Dial(0.0)
-        other.alone, other.values = self.alone.clone(), self.alone.clone()[None]
+        other.centre, other.values = self.centre.clone(), self.centre.clone()[None]
         return other

@@ -1,8 +1,8 @@
-"""Numbers that a model reads from memory while it runs, and the drop-ins that read them.
+"""Layers and losses that read a dial: dropout, label smoothing, attention, gradient clipping.
 
-torch compiles the probability of nn.Dropout or a label smoothing into the code: every new value
-is a new compilation. A dial is a tensor, so that turning it costs nothing, and it holds one value
-for each replica of the process: the code that runs replica r reads the r-th.
+torch compiles the probability of nn.Dropout and the label smoothing into the code, so that every
+new value needs a new compilation. A dial is a tensor: a new value compiles nothing. It holds one
+value for each replica of the process, and code that runs replica r reads the r-th.
 """
 
 import inspect
@@ -20,24 +20,24 @@ from hdet.knobs.dial import Dial, check_not_copied
 
 
 class _Dropout:
-    """What the drop-ins for torch's dropout layers have in common."""
+    """What the replacements of torch's dropout layers have in common."""
 
     dial: Dial
     training: bool
     inplace: bool
 
-    def drawn(self, shape: Sequence[int]) -> list[int]:
-        """The shape of what is drawn."""
+    def mask_shape(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the random mask for an input of some shape."""
         return list(shape)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as in torch)
         if not self.training:
             return input
-        # In half precision a draw has few values, and would drop too many.
+        # In half precision random numbers have few values, which would drop too many elements.
         dtype = torch.promote_types(input.dtype, torch.float32)
         p = self.dial().to(dtype)
-        draw = torch.rand(self.drawn(input.shape), dtype=dtype, device=input.device)
-        # At p = 1 everything is dropped: 0 / 0 would be no number.
+        draw = torch.rand(self.mask_shape(input.shape), dtype=dtype, device=input.device)
+        # At p = 1 all elements are dropped: 0 / 0 would be nan.
         kept = ((draw >= p) / (1 - p).clamp_min(torch.finfo(dtype).tiny)).to(input.dtype)
         return input.mul_(kept) if self.inplace else input * kept
 
@@ -52,26 +52,26 @@ class SteeredDropout(_Dropout, nn.Dropout):
 class SteeredDropout1d(_Dropout, nn.Dropout1d):
     """nn.Dropout1d whose probability is a dial."""
 
-    def drawn(self, shape: Sequence[int]) -> list[int]:
+    def mask_shape(self, shape: Sequence[int]) -> list[int]:
         return _channels(shape, 2 if len(shape) == 3 else 1)
 
 
 class SteeredDropout2d(_Dropout, nn.Dropout2d):
     """nn.Dropout2d whose probability is a dial."""
 
-    def drawn(self, shape: Sequence[int]) -> list[int]:
-        return _channels(shape, 2)  # torch takes any first two for samples and channels
+    def mask_shape(self, shape: Sequence[int]) -> list[int]:
+        return _channels(shape, 2)  # torch takes the first two dimensions for samples and channels
 
 
 class SteeredDropout3d(_Dropout, nn.Dropout3d):
     """nn.Dropout3d whose probability is a dial."""
 
-    def drawn(self, shape: Sequence[int]) -> list[int]:
+    def mask_shape(self, shape: Sequence[int]) -> list[int]:
         return _channels(shape, 2 if len(shape) == 5 else 1)
 
 
 def _channels(shape: Sequence[int], num: int) -> list[int]:
-    """One number for each of the first dimensions."""
+    """The first `num` dimensions, and 1 for each other one."""
     return [*shape[:num], *[1] * len(shape[num:])]
 
 
@@ -84,9 +84,12 @@ DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def steer_dropout(layers: Sequence[nn.Module]) -> dict[Dial, float]:
-    """Give layers dials, one for each probability that occurs; the dials and their start values.
+    """Let layers read their probability from dials, one dial for each probability that occurs.
 
-    Only the class of a layer changes: its place, its hooks and the state_dict stay.
+    Only the class of a layer changes: its hooks and the state_dict stay.
+
+    Returns:
+        The dials and their start values.
     """
     dials: dict[Dial, float] = {}
     for p in dict.fromkeys(float(layer.p) for layer in layers):  # type: ignore[arg-type]
@@ -120,11 +123,16 @@ class SteeredCrossEntropyLoss(nn.CrossEntropyLoss):
         sharp = F.cross_entropy(input, target, **how)  # type: ignore[arg-type]
         flat = F.cross_entropy(input, target, **how, label_smoothing=1.0)  # type: ignore[arg-type]
         share = self.dial().to(sharp.dtype)
-        # Logits of minus infinity make the flat part infinite: none of it is none of it.
+        # Logits of minus infinity make the flat part infinite, and 0 times inf would be nan.
         return torch.where(share == 0, sharp, torch.lerp(sharp, flat, share))
 
 
 def steer_label_smoothing(criterion: nn.CrossEntropyLoss) -> dict[Dial, float]:
+    """Let a cross-entropy read its label smoothing from a dial.
+
+    Returns:
+        The dial and its start value.
+    """
     if not isinstance(criterion, SteeredCrossEntropyLoss):
         check_not_copied(criterion, "label_smoothing")
         criterion.__class__ = SteeredCrossEntropyLoss
@@ -144,23 +152,26 @@ class _Tempered:
         self._inner: Any = own._inner if isinstance(own, _Tempered) else own
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        if self.dial.is_tempering:  # by a module around this one
+        if self.dial.is_applied:  # by a module around this one
             return self._forward(*inputs, **options)
-        self.dial.is_tempering = True
+        self.dial.is_applied = True
         try:
             with _Temper(self.dial):
                 return self._forward(*inputs, **options)
         finally:
-            self.dial.is_tempering = False
+            self.dial.is_applied = False
 
     def _forward(self, *inputs: Any, **options: Any) -> Any:
-        if self._inner is not None:  # somebody else's wrapper
+        if self._inner is not None:  # a wrapper of another library
             return self._inner(*inputs, **options)
         return type(self._module).forward(self._module, *inputs, **options)
 
 
 class _Temper(TorchFunctionMode):
-    """Inside, the scores of attention are divided by a dial: the queries are, which is cheaper."""
+    """Inside, attention scores are divided by a dial.
+
+    It divides the queries, which is cheaper and has the same effect.
+    """
 
     def __init__(self, dial: Dial) -> None:
         super().__init__()
@@ -181,7 +192,7 @@ class _Temper(TorchFunctionMode):
 
 
 def _tempered_projection(args: Any, kwargs: dict[str, Any], dial: Dial) -> Any:
-    """nn.MultiheadAttention hides its queries: what makes them is divided instead."""
+    """Divide the projection that makes the queries, which nn.MultiheadAttention hides."""
     args = list(args)
     width, packed, bias = args[3], args[5], args[6]
     if kwargs.get("use_separate_proj_weight"):
@@ -195,19 +206,23 @@ def _tempered_projection(args: Any, kwargs: dict[str, Any], dial: Dial) -> Any:
 
 
 def _divided_start(stacked: Tensor, num: int, dial: Dial) -> Tensor:
-    """The first rows of query, key and value rows stacked on each other, divided."""
+    """Divide the first `num` of stacked rows: those of the queries, before keys and values."""
     return torch.cat([stacked[:num] / dial().to(stacked.dtype), stacked[num:]])
 
 
 def steer_temperature(modules: Sequence[nn.Module], start: float) -> dict[Dial, float]:
-    """Attention in these modules, and in all below them, is computed at one temperature."""
+    """Let attention in these modules, and in all inside of them, read one temperature.
+
+    Returns:
+        The dial and its start value.
+    """
     dial = Dial(start)
     for module in modules:
         own = vars(module).get("forward")
         if isinstance(own, _Tempered):
             dial = own.dial
             dial.set(start)
-    # Also the parts that attend themselves: activation checkpointing calls them on their own.
+    # Also the attention modules themselves: activation checkpointing calls them separately.
     parts = {part for module in modules for part in (module, *filter(_attends, module.modules()))}
     for part in parts:
         own = vars(part).get("forward")
@@ -219,7 +234,7 @@ def steer_temperature(modules: Sequence[nn.Module], start: float) -> dict[Dial, 
 
 
 def _attends(module: nn.Module) -> bool:
-    """Whether a module computes attention, as far as its own code tells."""
+    """Whether a module computes attention, judged by its source code."""
     if isinstance(module, nn.MultiheadAttention):
         return True
     try:
@@ -232,13 +247,18 @@ def _attends(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def clip_by(
-    parameters: Sequence[Tensor], most: Tensor, *, scale: Tensor | None, in_place: bool
+def clip_gradients(
+    parameters: Sequence[Tensor], max_norm: Tensor, *, scale: Tensor | None, in_place: bool
 ) -> None:
-    """Scale gradients so that their norm is at most `most`, without reading it back.
+    """Scale gradients so that their norm is at most `max_norm`. The host does not wait.
 
-    Replicas that share gradients must not clip what the others still need: then copies are made.
-    A fused optimizer gets them still scaled by GradScaler, and takes the `scale` out itself.
+    Args:
+        parameters: The parameters whose gradients are clipped.
+        max_norm: The highest norm.
+        scale: The factor of GradScaler, if gradients still have it: fused optimizers remove it
+            themselves.
+        in_place: Whether gradients change in place. Replicas that share gradients get copies, since
+            the other replicas need the originals.
     """
     clipped = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in clipped if p.grad is not None]
@@ -246,7 +266,7 @@ def clip_by(
         return
     norm = nn.utils.get_total_norm(gradients)
     norm = norm if scale is None else norm / scale
-    factor = (most.to(norm.dtype) / (norm + 1e-6)).clamp_max(1.0)
+    factor = (max_norm.to(norm.dtype) / (norm + 1e-6)).clamp_max(1.0)
     if in_place:
         torch._foreach_mul_(gradients, factor)
         return

@@ -1,4 +1,7 @@
-"""The only writer of optimizer.param_groups: learning rates, momenta, and what knobs turn."""
+"""The only writer of optimizer.param_groups: learning rates, momenta and settings with knobs.
+
+`group["lr"]` is written by this module only (and by the stacked engine's shared step).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-# What OneCycleLR and others keep in the groups of an optimizer beside the learning rate.
 SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""What OneCycleLR and other schedules keep in parameter groups, apart from the learning rate."""
 
 
 def group_names(optimizer: Optimizer) -> list[str]:
-    """A name for every parameter group: its own `group["name"]`, or its place."""
+    """A name for every parameter group: its entry "name", or its index as in "group0".
+
+    Raises:
+        ValueError: Two groups have the same name.
+    """
     names = [str(g.get("name", f"group{i}")) for i, g in enumerate(optimizer.param_groups)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -22,9 +29,9 @@ def group_names(optimizer: Optimizer) -> list[str]:
 
 
 def use_plain_floats(base: LRScheduler) -> None:
-    """Let a base schedule compute in Python floats, also where learning rates are tensors.
+    """Let a base schedule compute with Python floats, also where learning rates are tensors.
 
-    Arithmetic on a tensor learning rate would make the host wait for the device at every step.
+    Arithmetic on tensors would make the host wait for the device at every step.
     """
     for group in base.optimizer.param_groups:
         for key in SCHEDULE_KEYS:
@@ -38,55 +45,65 @@ def use_plain_floats(base: LRScheduler) -> None:
 
 
 SavedEntries = list[dict[str, Any]]
-"""What was put aside, for each group."""
+"""For each group the entries that `undo_fan_out` has replaced."""
 
 
 def undo_fan_out(
     optimizer: Optimizer, base_lrs: Sequence[float], momenta: Sequence[float] | None
 ) -> SavedEntries:
-    """The groups hold the base schedule's own learning rates and momenta, as plain floats, until
-    they are put back.
+    """Write the base schedule's own learning rates and momenta, as floats, before its next step.
 
-    Most torch schedules compute the next value from group["lr"]: without this the multiplier
-    would be multiplied in again at every step; and one that is not at its turn inside of another
-    leaves momenta as they are. Tensors are put aside and come back as the same
-    objects, since a compiled optimizer step holds on to them.
+    Most torch schedules compute the next value from group["lr"]. Without this, the multiplier of a
+    replica would be applied again at every step. Inside of SequentialLR, a schedule that is not
+    active leaves momenta as they are. Tensors return as the same objects with `restore_entries`,
+    since a compiled optimizer step holds on to them.
+
+    Args:
+        optimizer: The optimizer of the base schedule.
+        base_lrs: The learning rate of each group in the base schedule.
+        momenta: The momentum of each group, if the base schedule cycles it.
+
+    Returns:
+        The replaced entries, for `restore_entries`.
     """
     check_groups(optimizer, len(base_lrs))
-    aside = []
+    saved = []
     for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
         kept = {"lr": group["lr"]}
         betas, momentum = group.get("betas"), group.get("momentum")
-        # What a schedule that cycles momenta would replace by numbers.
+        # A schedule that cycles momenta would replace these tensors by numbers.
         first = betas[0] if isinstance(betas, tuple) and betas else betas
         if isinstance(first, Tensor):
             kept["betas"] = betas
         if isinstance(momentum, Tensor):
             kept["momentum"] = momentum
         group["lr"] = lr
-        aside.append(kept)
+        saved.append(kept)
     for group, value in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
         _write_value(group, _momentum_key(group), value)
-    return aside
+    return saved
 
 
-def restore_entries(optimizer: Optimizer, aside: SavedEntries) -> None:
-    for group, kept in zip(optimizer.param_groups, aside, strict=True):
+def restore_entries(optimizer: Optimizer, saved: SavedEntries) -> None:
+    """Write the entries back that `undo_fan_out` has replaced."""
+    for group, kept in zip(optimizer.param_groups, saved, strict=True):
         group.update(kept)
 
 
 def schedule_entries(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What a schedule has put into each group: its own settings, not those of a checkpoint."""
+    """The settings that a schedule keeps in each group."""
     return [{k: g[k] for k in SCHEDULE_KEYS if k in g} for g in optimizer.param_groups]
 
 
 def write_schedule_entries(optimizer: Optimizer, entries: Sequence[dict[str, Any]]) -> None:
+    """Write the settings of a schedule into the groups, over those of a loaded checkpoint."""
     check_groups(optimizer, len(entries))
     for group, entry in zip(optimizer.param_groups, entries, strict=True):
         group.update(entry)
 
 
 def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
+    """Write the learning rate of each group, into its tensor if it is one."""
     check_groups(optimizer, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if isinstance(group["lr"], Tensor):
@@ -96,16 +113,20 @@ def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
 
 
 Key = tuple[str, int | None]
-"""An entry of a parameter group, and the place in it if it is a pair such as Adam's betas."""
+"""An entry of a parameter group, and the index in it if it is a pair such as Adam's betas."""
 
 
 def read_setting(group: dict[str, Any], key: Key) -> float:
+    """Read a setting of a group as a float."""
     name, place = key
     return float(group[name] if place is None else group[name][place])
 
 
 def write_setting(group: dict[str, Any], key: Key, value: float) -> None:
-    """Into the tensor if there is one, so that a compiled optimizer step is not compiled again."""
+    """Write a setting of a group, into its tensor if it is one.
+
+    So a compiled optimizer step is not compiled again.
+    """
     name, place = key
     old = group[name] if place is None else group[name][place]
     if isinstance(old, Tensor):
@@ -115,7 +136,11 @@ def write_setting(group: dict[str, Any], key: Key, value: float) -> None:
 
 
 def use_tensor(group: dict[str, Any], key: Key) -> None:
-    """A tensor as the learning rate says that the step is compiled: so must be what is turned."""
+    """Make a setting a tensor if the learning rate is one.
+
+    A tensor as the learning rate means that the step is compiled. A number in its place would be
+    compiled into the code.
+    """
     lr, (name, place) = group["lr"], key
     value = group[name] if place is None else group[name][place]
     if isinstance(lr, Tensor) and not isinstance(value, Tensor):
@@ -129,25 +154,26 @@ def _write_value(group: dict[str, Any], key: Key, value: Any) -> None:
 
 
 def read_momenta(base: LRScheduler) -> list[float] | None:
-    """The momentum of each group if this schedule cycles it, as it has just written it."""
+    """The momentum of each group after a step of a schedule that cycles it; else None."""
     if not _cycles_momentum(base):
         return None
     return [read_setting(group, _momentum_key(group)) for group in base.optimizer.param_groups]
 
 
 def _cycles_momentum(base: LRScheduler) -> bool:
-    """Whether it does, or one inside of it (SequentialLR, ChainedScheduler)."""
+    """Whether a schedule, or one inside of it as in SequentialLR, cycles the momentum."""
     inner = getattr(base, "_schedulers", [])
     return bool(getattr(base, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
 
 
 def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
+    """Write the momentum of each group; None writes nothing."""
     for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
         write_setting(group, _momentum_key(group), momentum)
 
 
 def check_groups(optimizer: Optimizer, num: int) -> None:
-    """A schedule knows the groups that there were when it was made."""
+    """Raise a ValueError if groups were added since the schedule was made."""
     if len(optimizer.param_groups) != num:
         raise ValueError(
             f"`optimizer` must keep its {num} parameter groups, "

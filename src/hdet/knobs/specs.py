@@ -1,38 +1,38 @@
-"""What a run may explore: the knobs that a user names.
+"""What a run may explore: a knob's name, its space, its bounds and its spread.
 
-A knob says what it is called, in which space it lives, between which bounds, and how far replicas
-are spread. Bound to a run it becomes a handle (handles.py).
+A spec is what a user passes. Bound to the optimizers of a run it becomes a `BoundKnob`.
 """
 
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from hdet._validation import check_number, check_range
 from hdet.control.knob_state import KnobInfo
 from hdet.control.space import Space
-from hdet.knobs.binding import BindingContext, BoundKnob, Schedule, on_rim
+from hdet.knobs.binding import BindingContext, BoundKnob, Schedule
 from hdet.knobs.dial import Dial
-from hdet.knobs.layers import (
-    clip_by,
-)
-from hdet.knobs.param_groups import Key, read_setting, use_tensor, write_setting
 
 Kind = Literal["log", "linear", "logit"]
 Bounds = tuple[float, float]
 DEFAULT_SPREAD = 0.5
-"""Replicas reach from 1 / 1.5 to 1.5 times the centre."""
+"""In a log space, replicas reach from 1 / 1.5 to 1.5 times the centre."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnobSpec:
-    """What all knobs have in common."""
+    """What all knobs except the learning rate have in common.
+
+    Attributes:
+        name: The name of the knob in records and messages.
+        space: Where steps have equal size: "log", "linear" or "logit".
+        bounds: The lowest and the highest value.
+        spread: How far the replicas' values lie from their centre.
+        schedule: step -> the factor of the knob's start value at that step.
+    """
 
     name: str
     space: Kind
@@ -45,7 +45,7 @@ class KnobSpec:
             raise TypeError(f"`name` must be a text, got {self.name!r}.")
         check_bounds(self.name, self.bounds)
         try:
-            self._space()
+            self.make_space()
         except (TypeError, ValueError) as error:
             raise type(error)(f"knob {self.name!r}: {error}") from None
         check_number("spread", self.spread)
@@ -56,15 +56,16 @@ class KnobSpec:
         if self.schedule is not None and not callable(self.schedule):
             raise TypeError(f"`schedule` must be a function of the step, got {self.schedule!r}.")
 
-    def _space(self) -> Space:
+    def make_space(self) -> Space:
+        """The space with its bounds."""
         return Space(self.space, *self.bounds)
 
-    def bind(self, bench: BindingContext) -> list[BoundKnob]:
-        """The handles of this knob in a run: one, or one for each of its groups."""
+    def bind(self, context: BindingContext) -> list[BoundKnob]:
+        """Bind the knob to a run: one bound knob, or one for each of its groups."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What replicas must have in common, and what the record keeps."""
+        """The settings, which must be equal on all replicas and which the record keeps."""
         return {
             "name": self.name,
             "space": self.space,
@@ -76,7 +77,15 @@ class KnobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """The learning rate: explored around the base schedule, with bounds of a factor."""
+    """The learning rate, explored around the base schedule.
+
+    Attributes:
+        spread: How far the replicas' learning rates lie from their centre; None takes the
+            scheduler's `spread`.
+        groups: Names of parameter groups; None for all.
+        shared: Whether all groups share one factor.
+        bounds: The lowest and the highest factor of the base schedule.
+    """
 
     spread: float | None = None
     groups: Sequence[str] | None = None
@@ -96,16 +105,38 @@ class LearningRate:
             )
 
     def describe(self) -> dict[str, Any]:
-        chosen = None if self.groups is None else list(self.groups)
-        own = {"spread": self.spread, "groups": chosen, "shared": self.shared}
+        """The settings, which must be equal on all replicas and which the record keeps."""
+        groups = None if self.groups is None else list(self.groups)
+        own = {"spread": self.spread, "groups": groups, "shared": self.shared}
         return {"name": self.name, "bounds": list(self.bounds), **own}
 
 
 class Knob(KnobSpec):
-    """Any number of yours: `get()` reads it, `set(value)` turns it.
+    """Any number that you can read and write: a knob of your own.
 
-    Where a process has several replicas (on one device) both speak of a tensor with one value for
-    each. `bounds` are needed, `space` says in what steps are even: "log", "linear" or "logit".
+    Where one process holds several replicas, as on one device, `get` and `set` handle a tensor with
+    one value for each replica. A `Dial` does this by itself.
+
+    Args:
+        name: The name of the knob in records and messages.
+        get: A function that returns the value.
+        set: A function that takes the new value.
+        bounds: The lowest and the highest value.
+        space: Where steps have equal size: "linear" for additive changes, "log" for positive
+            numbers of unknown size, "logit" for numbers between 0 and 1.
+        spread: How far the replicas' values lie from their centre. By default a tenth of the
+            bounds in a linear space, and 0.5 in the others.
+        schedule: step -> the factor of the start value at that step.
+
+    Raises:
+        TypeError: `get` or `set` is no function, or another argument has the wrong type.
+        ValueError: `bounds` do not fit the space, or `spread` is negative.
+
+    Example:
+        >>> temperature = Dial(2.0)
+        >>> knob = Knob("temperature", temperature.get, temperature.set, bounds=(1.0, 6.0))
+        >>> knob.spread
+        0.5
     """
 
     get: Callable[[], Any]
@@ -115,7 +146,7 @@ class Knob(KnobSpec):
         self,
         name: str,
         get: Callable[[], Any],
-        set: Callable[[Any], None],  # noqa: A002 (it is what a user calls it)
+        set: Callable[[Any], None],  # noqa: A002 (the name that users expect)
         *,
         bounds: Bounds,
         space: Kind = "linear",
@@ -130,180 +161,52 @@ class Knob(KnobSpec):
         object.__setattr__(self, "get", get)
         object.__setattr__(self, "set", set)
 
-    def bind(self, bench: BindingContext) -> list[BoundKnob]:
-        num, device = len(bench.optimizers), bench.device
-
-        dial = getattr(self.get, "__self__", None)
-        dials = [dial] if isinstance(dial, Dial) else []
-        for one in dials:
-            one.place(num, device)
+    def bind(self, context: BindingContext) -> list[BoundKnob]:
+        num, device = len(context.optimizers), context.device
+        owner = getattr(self.get, "__self__", None)
+        dials = [owner] if isinstance(owner, Dial) else []
+        for dial in dials:
+            dial.place(num, device)
 
         def write(target: int, values: Sequence[float], centre: float) -> None:
             self.set(values[0] if num == 1 else torch.tensor(values, device=device))
-            for one in dials:
-                one.alone.fill_(centre)
+            for dial in dials:
+                dial.centre.fill_(centre)
 
         def read(target: int) -> list[float]:
-            told = self.get()
+            value = self.get()
             try:
-                seen = torch.as_tensor(told, dtype=torch.float64).flatten().tolist()
+                values = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
             except (TypeError, ValueError, RuntimeError):
                 raise TypeError(
-                    f"`get` of knob {self.name!r} must return a number, got {told!r}."
+                    f"`get` of knob {self.name!r} must return a number, got {value!r}."
                 ) from None
-            return seen * num if len(seen) == 1 else seen
+            return values * num if len(values) == 1 else values
 
-        start = read(0)[0]
-        return [
-            BoundKnob(
-                self.name,
-                self._space(),
-                self.spread,
-                [start],
-                write,
-                read,
-                self.schedule,
-                dials=dials,
-                places=frozenset(dials),
-            )
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupKnob(KnobSpec):
-    """A setting of the optimizer's parameter groups."""
-
-    key: str
-    groups: Sequence[str] | None = None
-    shared: bool = True
-
-    def bind(self, bench: BindingContext) -> list[BoundKnob]:
-        chosen = [bench.names.index(name) for name in chosen_groups(self, bench.names)]
-        first = bench.optimizers[0].param_groups
-        key = _resolved(self.key, first[chosen[0]])
-        for index in chosen:
-            if _lacks(first[index], key):
-                raise ValueError(
-                    f"knob {self.name!r} needs an optimizer with {key[0]!r} in its groups, got "
-                    f"{type(bench.optimizers[0]).__name__}."
-                )
-        moving = [i for i in chosen if not on_rim(self._space(), _start(bench, i, key))]
-        if not moving or (self.groups is not None and len(moving) < len(chosen)):
-            raise ValueError(
-                f"knob {self.name!r} must start above 0 in a {self.space} space, got 0 in "
-                f"{'one of its' if moving else 'all'} groups."
-            )
-        parts = [moving] if self.shared else [[index] for index in moving]
-        return [self._handle(bench, key, part) for part in parts]
-
-    def _handle(self, bench: BindingContext, key: Key, part: list[int]) -> BoundKnob:
-        def write(target: int, values: Sequence[float], centre: float) -> None:
-            for optimizer, value in zip(bench.optimizers, values, strict=True):
-                group = optimizer.param_groups[part[target]]
-                use_tensor(group, key)
-                write_setting(group, key, value)
-
-        def read(target: int) -> list[float]:
-            each = [optimizer.param_groups[part[target]] for optimizer in bench.optimizers]
-            return [read_setting(group, key) for group in each]
-
-        name = self.name if self.shared else f"{self.name}/{bench.names[part[0]]}"
-        bases = [_start(bench, index, key) for index in part]
-        return BoundKnob(
-            name,
-            self._space(),
-            self.spread,
-            bases,
-            write,
-            read,
-            self.schedule,
-            places=frozenset((key, index) for index in part),
-            setting=key[0],
-            follows=part if _cycled(bench, key) else (),
+        bound = BoundKnob(
+            name=self.name,
+            space=self.make_space(),
+            spread=self.spread,
+            bases=[read(0)[0]],
+            write=write,
+            read=read,
+            schedule=self.schedule,
+            dials=dials,
+            writes=frozenset(dials),
         )
-
-    def describe(self) -> dict[str, Any]:
-        chosen = None if self.groups is None else list(self.groups)
-        return {**super().describe(), "groups": chosen, "shared": self.shared}
+        return [bound]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DialKnob(KnobSpec):
-    """Dials in a model or a loss, which one call has put there."""
-
-    dials: Mapping[str, Mapping[Dial, float]] = field(default_factory=dict)
-    """Under each name (one, or those of the groups): dials and their start values."""
-    rest: float | None = None
-    clips: bool = False
-    trains_only: bool = False
-    """Whether it acts in training alone: a score knows it by what it has done to the weights."""
-
-    def bind(self, bench: BindingContext) -> list[BoundKnob]:
-        handles = [self._handle(bench, name, starts) for name, starts in self.dials.items()]
-        if self.clips:
-            self._clip(bench, handles[0])
-        return handles
-
-    def _handle(self, bench: BindingContext, name: str, starts: Mapping[Dial, float]) -> BoundKnob:
-        dials = [dial for dial, start in starts.items() if not on_rim(self._space(), start)]
-        if not dials:
-            raise ValueError(
-                f"knob {name!r} must start strictly inside of its {self.space} space, got "
-                f"{', '.join(f'{start:g}' for start in starts.values())}."
-            )
-        for dial in starts:
-            dial.place(len(bench.optimizers), bench.device)
-
-        def write(target: int, values: Sequence[float], centre: float) -> None:
-            turned = torch.tensor(values) if len(values) > 1 else values[0]
-            dials[target].set(turned, centre)
-
-        def read(target: int) -> list[float]:
-            return [float(value) for value in dials[target].values]
-
-        return BoundKnob(
-            name,
-            self._space(),
-            self.spread,
-            [starts[dial] for dial in dials],
-            write,
-            read,
-            self.schedule,
-            () if self.clips else dials,
-            self.rest,
-            frozenset(map(id, dials)),
-        )
-
-    def _clip(self, bench: BindingContext, handle: BoundKnob) -> None:
-        """Clip before every step, as long as the run that turns the knob exists."""
-        (dial,) = next(iter(self.dials.values()))
-        weakly = weakref.ref(handle)
-        in_place = len(bench.optimizers) == 1
-        for replica, optimizer in enumerate(bench.optimizers):
-
-            def clip(stepped: Optimizer, args: Any, options: Any, replica: int = replica) -> None:
-                if weakly() is None:
-                    return
-                if options.get("closure") is not None or any(a is not None for a in args[1:]):
-                    raise ValueError(
-                        "`closure` must be None with hdet.gradient_clip: gradients are clipped "
-                        "before the step, and a closure makes new ones in it."
-                    )
-                clip_by(
-                    [p for group in stepped.param_groups for p in group["params"]],
-                    dial.values[replica],
-                    scale=getattr(stepped, "grad_scale", None),
-                    in_place=in_place,
-                )
-
-            optimizer.register_step_pre_hook(clip)
-
-
-# Binding them all ------------------------------------------------------------------------------
+# The knobs of a run ------------------------------------------------------------------------------
 
 
 def flatten_knobs(knobs: Any) -> list[Any]:
-    """The knobs of a run; a factory may have made several."""
+    """A user's `knobs=` as a flat list: one knob, a list, or a list with lists of a factory.
+
+    Raises:
+        TypeError: An entry is no knob.
+        ValueError: There is more than one learning rate.
+    """
     if isinstance(knobs, (LearningRate, KnobSpec)) or not isinstance(knobs, (list, tuple)):
         knobs = [knobs]
     flat = [one for knob in knobs for one in (knob if isinstance(knob, (list, tuple)) else [knob])]
@@ -318,10 +221,10 @@ def flatten_knobs(knobs: Any) -> list[Any]:
 
 
 def lr_knobs(knobs: Sequence[Any], names: Sequence[str], spread: float) -> list[KnobInfo]:
-    """The learning rates that are explored: one for each group, or one for all."""
+    """The learning rates that are explored: one for each parameter group, or one for all."""
     for knob in knobs:
         if isinstance(knob, LearningRate):
-            chosen = chosen_groups(knob, names)
+            chosen = chosen_groups(knob.name, knob.groups, names)
             width = spread if knob.spread is None else knob.spread
             space = Space("log", *knob.bounds)
             if knob.shared:
@@ -333,22 +236,26 @@ def lr_knobs(knobs: Sequence[Any], names: Sequence[str], spread: float) -> list[
     return []
 
 
-def bind_knobs(knobs: Sequence[Any], bench: BindingContext) -> list[BoundKnob]:
-    """The handles of all knobs beside the learning rate."""
-    return [handle for knob in knobs if isinstance(knob, KnobSpec) for handle in knob.bind(bench)]
+def bind_knobs(knobs: Sequence[Any], context: BindingContext) -> list[BoundKnob]:
+    """Bind all knobs except the learning rate."""
+    return [bound for knob in knobs if isinstance(knob, KnobSpec) for bound in knob.bind(context)]
 
 
-def chosen_groups(knob: GroupKnob | LearningRate, names: Sequence[str]) -> Sequence[str]:
-    """The parameter groups a knob is for."""
-    if knob.groups is not None and len(set(knob.groups)) < len(knob.groups):
-        raise ValueError(f"`groups` of knob {knob.name!r} must be different, got {knob.groups!r}.")
-    if knob.groups is None:
+# Checks and defaults -----------------------------------------------------------------------------
+
+
+def chosen_groups(knob: str, groups: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:
+    """The names of the parameter groups that a knob is for; all of them for None."""
+    if groups is not None and len(set(groups)) < len(groups):
+        raise ValueError(f"`groups` of knob {knob!r} must be different, got {groups!r}.")
+    if groups is None:
         return names
-    check_known_groups(knob.name, knob.groups, names)
-    return knob.groups
+    check_known_groups(knob, groups, names)
+    return groups
 
 
 def check_known_groups(knob: str, groups: Sequence[str], names: Sequence[str]) -> None:
+    """Raise if `groups` is no list of known names."""
     if isinstance(groups, str) or not groups:
         raise TypeError(f"`groups` of knob {knob!r} must be a list of names, got {groups!r}.")
     for name in groups:
@@ -359,13 +266,13 @@ def check_known_groups(knob: str, groups: Sequence[str], names: Sequence[str]) -
 
 
 def default_spread(
-    name: str, given: float | None, space: Kind, bounds: Bounds, usual: float = DEFAULT_SPREAD
+    name: str, given: float | None, space: Kind, bounds: Bounds, default: float = DEFAULT_SPREAD
 ) -> float:
-    """What was given; else a tenth of the bounds where steps are linear, or what is usual."""
+    """The given spread; else a tenth of the bounds in a linear space, and `default` elsewhere."""
     if given is not None:
         return given
     if space != "linear":
-        return usual
+        return default
     check_bounds(name, bounds)
     width = (bounds[1] - bounds[0]) / 10
     if width == math.inf:
@@ -374,34 +281,6 @@ def default_spread(
 
 
 def check_bounds(name: str, bounds: Any) -> None:
+    """Raise a TypeError if `bounds` are not two values."""
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(f"`bounds` of knob {name!r} must be two numbers, got {bounds!r}.")
-
-
-def _start(bench: BindingContext, index: int, key: Key) -> float:
-    """Of a group's setting; replicas on a device have what a schedule has written from their first
-    step on only."""
-    if momenta := _cycled(bench, key):
-        return momenta[index]
-    return read_setting(bench.optimizers[0].param_groups[index], key)
-
-
-def _cycled(bench: BindingContext, key: Key) -> Sequence[float] | None:
-    """What the base schedule makes of a setting in every group, if it cycles it."""
-    return bench.momenta if key in (("momentum", None), ("betas", 0)) else None
-
-
-def _resolved(key: str, group: Mapping[str, Any]) -> Key:
-    """Where a setting lies: momentum is SGD's own entry, or the first of Adam's betas."""
-    if key == "momentum" and "betas" in group:
-        return "betas", 0
-    if key in ("beta1", "beta2"):
-        return "betas", int(key[-1]) - 1
-    return key, None
-
-
-def _lacks(group: Mapping[str, Any], key: Key) -> bool:
-    value, place = group.get(key[0]), key[1]
-    if place is None:
-        return not isinstance(value, (int, float, Tensor))
-    return not isinstance(value, (tuple, list)) or len(value) <= place

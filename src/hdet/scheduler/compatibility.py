@@ -14,7 +14,7 @@ from torch.optim import Adagrad
 
 from hdet.control.knob_bank import KnobBank
 from hdet.control.paper import PaperController
-from hdet.knobs.specs import DialKnob
+from hdet.knobs.dial_knob import DialKnob
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.rules import Rule, Setup, first_broken

@@ -19,7 +19,7 @@ from hdet.scheduler.run import Run
 from hdet.scheduler.search_phase import SearchPhase
 from hdet.signals.exchange import CycleReport
 from hdet.tensors.timing import Stopwatch
-from hdet.weights.inventory import TENSOR_KINDS
+from hdet.weights.inventory import ALL_KINDS, WEIGHTS, TensorKind
 from hdet.weights.restore_points import GoodPoint, SecondStart
 
 
@@ -31,7 +31,7 @@ class CycleEnd:
 
     def close(self, ran_with: list[float]) -> None:
         run = self._run
-        run.parameters.apply_pending_()  # in a last cycle that is shorter than the delay
+        run.parameters.averager.finish_average_()  # in a last cycle that is shorter than the delay
         unread = run.bound_knobs.unread()  # before a probe reads what training does not
         probed = None
         if run.knob_bank.is_spread():
@@ -53,7 +53,7 @@ class CycleEnd:
             run.knob_bank.rescale(scale_correction)
         run.next_cycle()
         if run.good_point is not None:
-            run.good_point.keep(run.step)
+            run.good_point.take(run.step)
         watches = run.probe_watches if probed is not None else {}
         run.write_record(event, Timers(converge=stopwatch, **watches), wait=run.is_over())
         if scale_correction != 1.0:
@@ -73,10 +73,11 @@ class CycleEnd:
     def _exchange(self, probed: Tensor | None) -> CycleReport:
         run = self._run
         # Under a spread the parameters that train differ: no need to look.
-        moving = () if run.knob_bank.is_spread() else ("moving",)
-        moments = ("state",) if run.settings.optimizer_state == "average" else ()
+        trainable = () if run.knob_bank.is_spread() else (TensorKind.TRAINABLE,)
+        averages_state = run.settings.optimizer_state == "average"
+        state = (TensorKind.OPTIMIZER_STATE,) if averages_state else ()
         several = run.replicas.size > 1
-        compare = (*moving, "still", "buffers", *moments) if several else ()
+        compare = (*trainable, TensorKind.FROZEN, TensorKind.BUFFERS, *state) if several else ()
         call = run.exchange(*compare, measures=several, probed=probed)
         self._check_losses(call)
         self._check_scores(call)
@@ -103,8 +104,8 @@ class CycleEnd:
             self._search_phase.drop_second_start()
             return False
         loss, error = self._mean_loss(call)
-        if second.has_just_looked:
-            second.has_just_looked = False
+        if second.skips_next_check:
+            second.skips_next_check = False
             return False
         reason = second.stall_detector.reason(loss, error)
         if reason is None or loss is None:
@@ -180,12 +181,12 @@ class CycleEnd:
         if run.settings.overlap and not waits:
             run.average_due_at = run.step + run.settings.overlap
             run.forward_due_at = run.step + run.settings.overlap // 2
-            return verdict, run.parameters.start_average_(call.agreed)
+            return verdict, run.parameters.averager.start_average_(call.agreed)
         policy = run.settings.optimizer_state
         averages_state = policy == "average" and call.optimizer_states_match
-        parts = TENSOR_KINDS if averages_state else TENSOR_KINDS[:-1]
+        kinds = ALL_KINDS if averages_state else WEIGHTS
         exact = bool(verdict.excluded)  # one that is lost has nothing to say in short
-        num_bytes = run.parameters.converge_(verdict.fit, parts, call.agreed, exact=exact)
+        num_bytes = run.parameters.averager.average_(verdict.fit, kinds, call.agreed, exact=exact)
         if policy == "reset":
             run.parameters.reset_state_()
         elif verdict.excluded and not averages_state:

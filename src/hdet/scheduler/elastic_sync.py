@@ -8,7 +8,7 @@ from hdet.replicas.protocol import ElasticReplicas, Interrupted, Members
 from hdet.scheduler.cycle_end import CycleEnd
 from hdet.scheduler.run import Run
 from hdet.tensors.timing import Stopwatch
-from hdet.weights.inventory import TENSOR_KINDS
+from hdet.weights.inventory import WEIGHTS
 
 
 class ElasticSync:
@@ -32,7 +32,8 @@ class ElasticSync:
         if replicas.shared and run.step == replicas.first_step:
             return  # nobody has made a step, nor knows of the others
         replicas.start_quorum(anew=anew)
-        undo, progress_state, run.held_lines = run.parameters.keep(), run.progress_state(), []
+        undo, progress_state = run.parameters.snapshot_weights(), run.progress_state()
+        run.held_lines = []
         reason = "this replica was not to go on"
         try:
             members = replicas.check_members()
@@ -68,11 +69,10 @@ class ElasticSync:
         """
         run = self._run
         stopwatch = Stopwatch(run.device())
-        weights = TENSOR_KINDS[:-1]
-        call, verdict = run.exchange_health(*weights)
+        call, verdict = run.exchange_health(*WEIGHTS)
         lost = tuple(verdict.excluded)
         verdict = verdict.without(dict.fromkeys(members.newcomers, "has just joined"))
-        num_bytes = run.parameters.converge_(verdict.fit, weights, call.agreed)
+        num_bytes = run.parameters.averager.average_(verdict.fit, WEIGHTS, call.agreed)
         if lost:
             num_bytes += run.parameters.reseed_state_(verdict.fit[0], lost)
         stopwatch.mark()

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.settings import Settings, as_plain_data
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.replica_weights import ReplicaWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ def describe_replica(
     """Return the description of this process."""
     return ReplicaDescription(
         settings={**as_plain_data(settings), **schedule},
-        parameters=parameters.describe(),
-        perturbed=parameters.are_perturbed(),
+        parameters=parameters.checks.describe(),
+        perturbed=parameters.checks.are_perturbed(),
     )
 
 

@@ -43,7 +43,7 @@ from hdet.scheduler.search_phase import SearchPhase
 from hdet.scheduler.settings import Settings
 from hdet.signals.probe import Probe, as_probe
 from hdet.tensors.timing import Stopwatch
-from hdet.weights.inventory import TENSOR_KINDS
+from hdet.weights.inventory import ALL_KINDS, WEIGHTS
 from hdet.weights.outer_optimizer import OptimizerFactory
 
 
@@ -235,14 +235,14 @@ class HDET(LRScheduler):
                 run.base.advance()
         run.step += 1
         if run.settings.outer is not None:
-            run.parameters.note_step()
+            run.parameters.averager.note_step()
         run.diverged = run.diverged or run.can_diverge()
         if run.step == run.average_due_at:
-            run.parameters.apply_pending_()
+            run.parameters.averager.finish_average_()
         elif run.step == run.forward_due_at:
-            run.parameters.forward_partial_()
+            run.parameters.averager.forward_partial_means_()
         if left < run.tail_steps and run.knob_bank.is_spread():
-            run.parameters.add_to_tail()
+            run.parameters.tail.add()
         # One that has yet to meet the others is in nobody's spread: not for longer than a step.
         ends = left == 0 or (run.elastic is not None and run.elastic.must_sync(run.step))
         if ends and self._elastic_sync is not None:
@@ -274,11 +274,11 @@ class HDET(LRScheduler):
         if run.trial is not None:
             self._search_phase.interrupt(run.trial)  # a checkpoint holds what it set out from
         stopwatch = Stopwatch(run.device())
-        run.parameters.apply_pending_()
-        call, verdict = run.exchange_health(*TENSOR_KINDS)
+        run.parameters.averager.finish_average_()
+        call, verdict = run.exchange_health(*ALL_KINDS)
         self._cycle_end.note_first_loss(call)  # a state that is saved now has it, too
-        parts = TENSOR_KINDS if call.optimizer_states_match else TENSOR_KINDS[:-1]
-        num_bytes = run.parameters.converge_(verdict.fit, parts, call.agreed)
+        kinds = ALL_KINDS if call.optimizer_states_match else WEIGHTS
+        num_bytes = run.parameters.averager.average_(verdict.fit, kinds, call.agreed)
         if verdict.excluded and not call.optimizer_states_match:
             num_bytes += run.reseed(verdict)
         stopwatch.mark()
@@ -351,12 +351,11 @@ class HDET(LRScheduler):
     def _at_consensus(self) -> AbstractContextManager[None]:
         run = self._run
         if run.trial is not None:  # replicas that scout have nothing in common but this
-            return run.parameters.visit_snapshot(run.trial.start)
+            return run.parameters.at_snapshot(run.trial.start)
         if run.elastic is not None and not run.elastic.are_members_unchanged:
             raise Interrupted("there are others than at the last meeting")
-        weights = TENSOR_KINDS[:-1]
-        call, verdict = run.exchange_health(*weights)
-        return run.parameters.visit(verdict.fit, weights, call.agreed)
+        call, verdict = run.exchange_health(*WEIGHTS)
+        return run.parameters.averager.at_average(verdict.fit, WEIGHTS, call.agreed)
 
     def note(self, text: str = "", **measures: float) -> None:
         """Write a line of your own into the record. Without a record it does nothing.
@@ -425,7 +424,7 @@ class HDET(LRScheduler):
     @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, None without one. Save and load it beside the inner one."""
-        return self._run.parameters.outer
+        return self._run.parameters.averager.outer
 
     def outer_parameters(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that the outer optimizer follows.
@@ -433,7 +432,7 @@ class HDET(LRScheduler):
         Returns:
             Pairs of a model parameter and the tensor that the outer optimizer moves for it.
         """
-        return self._run.parameters.outer_parameters()
+        return self._run.parameters.averager.outer_parameters()
 
     def unsaved_parameters(self) -> list[str]:
         """Return the parameters that a distributed checkpoint cannot save by itself.
@@ -506,7 +505,7 @@ class HDET(LRScheduler):
             ValueError: If the state belongs to another schedule or to other knobs.
         """
         run, told = self._run, self.check_state_dict(state_dict)
-        run.parameters.abandon()
+        run.parameters.averager.cancel_average()
         run.step = told["step"]
         run.restore_progress(told)
         if any(told[key] != value for key, value in state.length_of(run.settings).items()):

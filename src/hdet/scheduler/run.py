@@ -1,7 +1,7 @@
 """A run: what it consists of, and what all of its chapters do with it.
 
 One cycle: losses -> loss_signal, probe -> roll_call -> guard -> controller -> scale x spread ->
-hands, and parameters.converge_ -> replicas. Nothing flows back: group["lr"] is written, never read.
+hands, and averager.average_ -> replicas. Nothing flows back: group["lr"] is written, never read.
 The chapters are `scouting`, `cycle_end` and `meeting`; `scheduler` says when each has its turn.
 """
 
@@ -34,11 +34,11 @@ from hdet.scheduler.schedule_clock import ScheduleClock
 from hdet.scheduler.search_trial import SearchTrial
 from hdet.scheduler.settings import Settings, as_plain_data
 from hdet.signals.exchange import CycleReport, exchange_reports
-from hdet.signals.probe import score_replicas
+from hdet.signals.probe_scoring import score_replicas
 from hdet.signals.training_loss import TrainingLoss
 from hdet.tensors.timing import Stopwatch
-from hdet.weights.averaging import ReplicaWeights
-from hdet.weights.inventory import TENSOR_KINDS
+from hdet.weights.inventory import WEIGHTS, TensorKind
+from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.restore_points import GoodPoint
 
 Prepare = Callable[[Replicas], tuple[BaseSchedule, Settings]]
@@ -79,7 +79,7 @@ class Run:
         self.diverged: bool = check_replicas_agree(replicas, mine)
         """Whether replicas may be apart."""
         if self.diverged:
-            self.parameters.note_different_start()
+            self.parameters.averager.note_different_start()
         self.model = model
         if model is not None:
             replicas.share_gradients(model, self.settings.gradients == "shared")
@@ -159,7 +159,7 @@ class Run:
             # The user's optimizer may stand for several: what it is made of counts.
             "optimizer": type(self.replicas.optimizers(self.optimizer)[0]).__name__,
             "learning_rates": dict(zip(self.base.names, self.base.lrs, strict=True)),
-            "groups": self.parameters.describe_groups(self.bound_knobs.settings()),
+            "groups": self.parameters.checks.describe_groups(self.bound_knobs.settings()),
             "base": self.base.state_dict(),
         }
 
@@ -213,7 +213,7 @@ class Run:
                 cycle=cycle,
                 seed=self.settings.seed,
                 fresh=fresh,
-                alike=alike,
+                equal=alike,
             )
         watch.mark()
         self.probe_watches = {"training": self.cycle_watch, "probe": watch}
@@ -223,7 +223,7 @@ class Run:
     def without_regularization(self) -> Iterator[None]:
         """Inside, replicas are as they are scored: at the mean of their last weights, if that is
         kept, and without what regularises them."""
-        with self.parameters.at_tail_average(), self.bound_knobs.without_regularization():
+        with self.parameters.tail.applied(), self.bound_knobs.without_regularization():
             torch.clear_autocast_cache()  # of a loop that scores inside it: casts of other weights
             try:
                 yield
@@ -231,7 +231,7 @@ class Run:
                 torch.clear_autocast_cache()
 
     def exchange(
-        self, *compare: str, measures: bool = False, probed: Tensor | None = None
+        self, *compare: TensorKind, measures: bool = False, probed: Tensor | None = None
     ) -> CycleReport:
         return exchange_reports(
             self.replicas,
@@ -239,11 +239,11 @@ class Run:
             self.training_loss,
             step=self.step,
             compare=compare,
-            measures=measures,
-            probed=probed,
+            measure_distances=measures,
+            scores=probed,
         )
 
-    def exchange_health(self, *compare: str) -> tuple[CycleReport, ReplicaHealth]:
+    def exchange_health(self, *compare: TensorKind) -> tuple[CycleReport, ReplicaHealth]:
         """Whoever has finite weights, in mid-cycle: losses say nothing yet."""
         call = self.exchange(*compare)
         nobody = [None] * self.replicas.size
@@ -256,16 +256,15 @@ class Run:
 
     def average_now(self) -> None:
         """All replicas take the mean of their weights, and nothing else happens."""
-        weights = TENSOR_KINDS[:-1]
-        call, verdict = self.exchange_health(*weights)
-        self.parameters.average_quietly_(verdict.fit, weights, call.agreed)
+        call, verdict = self.exchange_health(*WEIGHTS)
+        self.parameters.averager.average_without_outer_step_(verdict.fit, WEIGHTS, call.agreed)
 
     def start_cycle(self, *, is_partial: bool) -> None:
         """No evidence yet, and one model on all replicas."""
         self.training_loss.clear()
         self.parameters.start_cycle()
         self.cycle_watch = Stopwatch(self.device())
-        self.diverged, self.is_partial = self.parameters.has_pending_average, is_partial
+        self.diverged, self.is_partial = self.parameters.averager.has_pending_average, is_partial
 
     def next_cycle(self) -> None:
         self.lr_trace.clear()

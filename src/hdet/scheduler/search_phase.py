@@ -104,7 +104,7 @@ class SearchPhase:
     ) -> None:
         """In mid-run, from the weights of now."""
         self.drop_second_start()
-        self._run.training_loss.start()
+        self._run.training_loss.clear_first()
         self._start_trial(scout, model, left, late=True, brief=unasked, unasked=unasked)
 
     def search_new_data(self) -> None:
@@ -133,7 +133,7 @@ class SearchPhase:
         run.write(everything=True)
 
     def _reset_evidence(self) -> None:
-        self._run.training_loss.start()
+        self._run.training_loss.clear_first()
         self._run.start_cycle(is_partial=True)
 
     def _start_trial(
@@ -193,7 +193,7 @@ class SearchPhase:
         if probe is not None or trial.held_out is not None:
             tail = DEFAULT_TAIL if probe is None else probe.tail
             if left < math.ceil(tail * num_steps):
-                run.parameters.add_to_tail()
+                run.parameters.tail.add()
         elif left == num_steps // 2:
             run.training_loss.clear()  # judged by the second half of a round
         return trial.advance(losses)
@@ -221,7 +221,7 @@ class SearchPhase:
             run.write(everything=True)
             if not (trial.unasked and isinstance(problem, AllRatesDiverged)):
                 raise
-            run.training_loss.start()
+            run.training_loss.clear_first()
             run.warn_once("look", f"{LOOKED}: every learning rate blows up; the guard goes on.")
             reason = f"{LOOKED}: every one blows up"
             run.write_record(GuardEvent(step=run.step, reason=reason, back_to=run.step))
@@ -250,8 +250,8 @@ class SearchPhase:
         known = trial.search.start_score is not None and not trial.moves
         if call.scores is None or known:
             return None
-        self._run.parameters.clear_tail()
-        with self._run.parameters.visit_snapshot(trial.start):
+        self._run.parameters.tail.clear()
+        with self._run.parameters.at_snapshot(trial.start):
             return self._score_round(trial, alike=True)
 
     def _conclude(self, trial: SearchTrial) -> None:
@@ -300,7 +300,7 @@ class SearchPhase:
         assert run.model is not None
         run.restore_progress(second.restore(for_good=for_good))
         run.lr_trace.clear()
-        run.training_loss.start()
+        run.training_loss.clear_first()
         run.start_cycle(is_partial=True)
         reason = f"{reason}: scouting from the first weights"
         run.write_record(GuardEvent(step=run.step, reason=reason, back_to=0))
@@ -326,7 +326,7 @@ class SearchPhase:
             self._run.restore_progress(second.restore_last())
             self.drop_second_start()
         elif second is not None:
-            second.has_just_looked = True
+            second.skips_next_check = True
         return Estimate(1.0, f"{begin.factor:.3g} times it is no reason to change it")
 
     def drop_second_start(self) -> None:

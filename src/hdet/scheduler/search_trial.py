@@ -17,7 +17,7 @@ from hdet.lr_search.transfer import GradientNorms
 from hdet.replicas.protocol import HeldOutBatches, Replicas
 from hdet.signals.exchange import CycleReport
 from hdet.signals.loss_trace import LossTrace
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.restore_points import StartPoint
 from hdet.weights.snapshot import Snapshot
 
@@ -70,7 +70,7 @@ class SearchTrial:
     @property
     def start(self) -> Snapshot:
         """Where everyone has set out from."""
-        return self._outset.kept
+        return self._outset.snapshot
 
     @property
     def keeps_given_lr(self) -> bool:
@@ -121,7 +121,7 @@ class SearchTrial:
     def end_held_out_step(self) -> None:
         """A step whose batch is kept; everyone comes back from it."""
         assert self.held_out is not None
-        self._outset.settle()
+        self._outset.finalize()
         self.held_out.end_step()
         self._return_after(1)
         left = self.held_out.steps_left
@@ -140,10 +140,10 @@ class SearchTrial:
 
     def advance(self, losses: Tensor | None) -> bool:
         """One step further, with these losses; whether the round is over."""
-        self._loss_trace.note(losses)
-        self._outset.settle()  # also if the first step was skipped, as GradScaler does
+        self._loss_trace.add(losses)
+        self._outset.finalize()  # also if the first step was skipped, as GradScaler does
         if self._done == 0:  # these gradients are of one place
-            norms = self._parameters.gradient_norms()
+            norms = self._parameters.checks.gradient_norms()
             self._gradient_norms = None if norms is None else GradientNorms(*norms)
             if self.held_out is not None:
                 self.held_out.begin_round()
@@ -203,7 +203,7 @@ class SearchTrial:
     def _restore(self) -> None:
         # A loop may draw its batches from the random numbers: what is held out must not come again.
         draws = self.held_out is None or self.search.is_over
-        self._parameters.restore_(self.start, draws=draws)
+        self._parameters.restore_(self.start, random_state=draws)
 
     def _begin_again(self) -> None:
         self._done, self._loss_trace = 0, LossTrace()

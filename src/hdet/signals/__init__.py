@@ -1,1 +1,1 @@
-"""What replicas are compared by."""
+"""Signals that replicas are compared by: training losses, probe scores, and their exchange."""

@@ -1,43 +1,57 @@
-"""A fair comparison: every replica scores the same batches, in eval mode, before the converge.
+"""Probe: compares replicas fairly, on the same held-out batches and in eval mode.
 
-Losses on private batches differ by more than what the knobs do to them, and a training loss always
-prefers less dropout. Scores on shared held-out batches have neither fault.
+Training losses on different batches differ by more than the effect of most knobs, and a training
+loss always prefers less dropout. Scores on shared held-out batches have neither fault.
 """
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from hdet._validation import check_choice, check_integer, check_range
-from hdet.knobs.dial import running
 from hdet.lr_search.constants import DEFAULT_TAIL
-from hdet.tensors.dtensor import local
-from hdet.tensors.hashing import fingerprint
-from hdet.tensors.ops import are_finite
-from hdet.tensors.score_rows import MAX_SCORES, NUM_BATCH_WORDS, pad_scores
 
-SHARE = 0.02
-"""What a probe may cost by default, as a share of the cycle's work."""
+MAX_COST = 0.02
+"""The default cost of a probe, as a share of the work of a cycle."""
 MAX_BATCHES = 8
+"""The default number of batches does not exceed this."""
 
 
 class Probe:
-    """Scores replicas by `score(model, batch)` on `num` of the `batches`, or by `score(model)`.
+    """Scores the replicas at the end of every cycle, so that they can be compared.
 
-    A score is one number, or a tensor with one for each batch or sample: the more there are, the
-    better the uncertainty of the comparison is known. `batches` is a loader or a list, from which
-    every cycle takes the next `num`; by default as many as cost 2 % of the cycle. `mode` says
-    whether a low or a high score is good. Replicas are scored at the mean of their weights over the
-    last `tail` of the cycle, which tells better how they will end than where they happen to stand;
-    with 0 they are scored where they stand, and no mean is kept.
+    Replicas are scored in eval mode, on the same batches and with the same random numbers. The
+    scoring leaves no trace in the run.
+
+    Args:
+        score: A function `score(model, batch)`, or `score(model)` without `batches`. It returns one
+            number, or a tensor with one number for each sample or batch. With more numbers, the
+            uncertainty of the comparison is known better.
+        batches: A loader or a list. Every cycle takes the next `num` batches, and starts again
+            after the last one. All replicas must get the same batches in the same order.
+        num: The number of batches for each cycle. By default as many as cost 2 % of the cycle's
+            work, at most 8.
+        mode: "min" if low scores are good, such as losses; "max" if high scores are good.
+        tail: Replicas are scored at the mean of their weights over this share of the cycle, at its
+            end. This mean predicts better how a replica ends than its last weights do. With 0,
+            replicas are scored at their last weights.
+
+    Raises:
+        TypeError: `score` cannot be called as described, or `batches` cannot be iterated again.
+        ValueError: `num`, `mode` or `tail` is out of range.
+
+    Example:
+        >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))]
+        >>> def score(model, batch):
+        ...     x, y = batch
+        ...     return (model(x) - y).square().mean()
+        >>> probe = Probe(score, batches)
+        >>> probe.mode, probe.tail
+        ('min', 0.5)
     """
 
     def __init__(
@@ -70,32 +84,33 @@ class Probe:
         self._place = self._epoch = 0
 
     def describe(self) -> dict[str, Any]:
-        """What replicas must have in common, and what the record keeps."""
+        """The settings, which must be equal on all replicas and which the record keeps."""
         return {"num": self.num, "mode": self.mode, "tail": self.tail}
 
     def num_batches(self, sync_every: int, num_replicas: int = 1) -> int:
-        """Batches for each cycle, one at least. A forward pass is a third of a step's work.
+        """The number of batches for each cycle, at least one.
 
-        Replicas of one device share out a batch when they train, and score all of it each. No batch
-        counts twice: it would seem to know more than it does.
+        A forward pass is taken for a third of a step's work. Stacked replicas divide a batch when
+        they train, but each of them scores the whole batch. No batch is scored twice in a cycle:
+        repeated scores would make the comparison look more certain than it is.
 
         >>> Probe(lambda model: 0.0).num_batches(100), Probe(lambda model: 0.0).num_batches(100, 4)
         (6, 1)
         """
-        num = self.num or min(max(int(SHARE * 3 * sync_every / num_replicas), 1), MAX_BATCHES)
+        num = self.num or min(max(int(MAX_COST * 3 * sync_every / num_replicas), 1), MAX_BATCHES)
         return min(num, self._length or num)
 
     def tail_steps(self, sync_every: int) -> int:
-        """Over how many steps at the end of a cycle the weights are averaged."""
+        """The number of steps at the end of a cycle over which the weights are averaged."""
         return math.ceil(self.tail * sync_every)
 
     def take(self, cycle: int, sync_every: int, seed: int, num_replicas: int = 1) -> list[Any]:
-        """The batches of a cycle: the next ones, from the start again after the last."""
+        """The batches of a cycle: the next ones, and again the first after the last."""
         num = self.num_batches(sync_every, num_replicas)
         place = cycle * num
         if self._iterator is None or self._place != place:
             self._restart(place // self._length if self._length else 0, seed)
-            # A run that was resumed goes on where it was in the loader.
+            # A resumed run continues at its place in the loader.
             for _ in range(place % self._length if self._length else place):
                 self._next(seed)
         taken = [self._next(seed) for _ in range(num)]
@@ -110,13 +125,16 @@ class Probe:
             return None
 
     def _restart(self, epoch: int, seed: int) -> None:
-        """A loader that shuffles draws its order now: the same in every process, and after a
-        resume."""
+        """Start to iterate again.
+
+        A shuffling loader draws its order now. It draws the same in every process and after a
+        resume.
+        """
         assert self.batches is not None
         chosen = (seed * 1_000_003 + epoch) & 0x7FFFFFFF
         torch.manual_seed(chosen)
         sampler = getattr(self.batches, "sampler", None)
-        for owner in (self.batches, sampler):  # a generator of its own draws it, if there is one
+        for owner in (self.batches, sampler):  # a generator of its own, if there is one
             if isinstance(own := getattr(owner, "generator", None), torch.Generator):
                 own.manual_seed(chosen)
         self._epoch, self._iterator = epoch, iter(self.batches)
@@ -131,10 +149,10 @@ class Probe:
 
 
 def _check_call(score: Callable[..., Any], arguments: Sequence[str]) -> None:
-    """Refuse what the end of the first cycle would trip over."""
+    """Raise a TypeError now if the score cannot be called at the end of the first cycle."""
     try:
         signature = inspect.signature(score, follow_wrapped=False)
-    except (TypeError, ValueError):  # not everything that can be called says how
+    except (TypeError, ValueError):  # some callables have no signature
         return
     try:
         signature.bind(*arguments)
@@ -146,7 +164,11 @@ def _check_call(score: Callable[..., Any], arguments: Sequence[str]) -> None:
 
 
 def as_probe(probe: Any) -> Probe | None:
-    """A bare function of the model is a probe too."""
+    """Turn a user's `probe=` into a Probe: a function of the model becomes one.
+
+    Raises:
+        TypeError: `probe` is neither None, nor a Probe, nor a function.
+    """
     if probe is None or isinstance(probe, Probe):
         return probe
     if callable(probe) and not isinstance(probe, nn.Module):
@@ -155,191 +177,6 @@ def as_probe(probe: Any) -> Probe | None:
         "`probe` must be a function of the model, or hdet.Probe(score, loader) with a function "
         f"that scores a model on one batch, got {probe!r}."
     )
-
-
-@torch.no_grad()
-def score_replicas(
-    probe: Probe,
-    modules: Sequence[nn.Module],
-    gather_parts: Callable[[Tensor], Tensor] = lambda rows: rows[:, None],
-    *,
-    together: bool = False,
-    sync_every: int,
-    cycle: int,
-    seed: int,
-    fresh: bool = False,
-    alike: bool = False,
-) -> Tensor:
-    """Every replica of this process scores the same batches. Leaves no trace in the run.
-
-    One row for each: its scores, lower is better, padded with nan, then which batches it saw.
-    Replicas that are `fresh` have trained for a few steps only: their running statistics do not
-    tell anything yet, and normalisation takes those of the batch. Of replicas that are `alike`
-    one scores for all. `gather_parts` asks all processes that a replica consists of
-    (`Replicas.gather_parts`); replicas that share a parameter run `together`.
-    """
-    device = next(iter(modules[0].parameters())).device
-    rows = []
-    scored, times = (modules[:1], len(modules)) if alike else (modules, 1)
-    sound = [True] * len(modules)
-    if fresh:  # all processes of a replica score it, or none does
-        finite = torch.stack([_is_finite(module)[None] for module in scored] * times)
-        sound = gather_parts(finite).flatten(1).all(1).tolist()
-    with _same_draws(device, seed, cycle):
-        batches = None
-        if probe.batches is not None:
-            batches = probe.take(cycle, sync_every, seed, len(modules))
-        for place, module in enumerate(scored):
-            who = (
-                nullcontext() if len(modules) == 1 else running(torch.tensor(place, device=device))
-            )
-            with who, evaluating(module, fresh) as bare, _same_draws(device, seed, cycle):
-                if not (sound[place] or together):
-                    # What a lost replica would make of the batches is anybody's guess.
-                    rows.append(_lost_row(device))
-                    continue
-                seen = ProbedModel(bare)
-                scores = _scores(probe, seen, batches)
-                seen.check()
-                row = _row(scores, probe.mode, seen, device)
-                rows.append(row if sound[place] else _lost_row(device))
-    return torch.stack(rows * times)
-
-
-def _is_finite(module: nn.Module) -> Tensor:
-    """Whether all that this process has of its weights is; 1 or 0, on the device."""
-    return are_finite([local(parameter) for parameter in module.parameters()]).double()
-
-
-def _lost_row(device: torch.device) -> Tensor:
-    return torch.full((MAX_SCORES + NUM_BATCH_WORDS,), math.inf, device=device, dtype=torch.float64)
-
-
-def _scores(probe: Probe, model: "ProbedModel", batches: list[Any] | None) -> Tensor:
-    if batches is None:
-        return _flat(probe.score(model))
-    return torch.stack([_flat(probe.score(model, batch)).mean() for batch in batches])
-
-
-def _flat(score: Any) -> Tensor:
-    if not isinstance(score, (Tensor, int, float)):
-        raise TypeError(f"`score` of the probe must return a tensor or a number, got {score!r}.")
-    flat = torch.as_tensor(score, dtype=torch.float64).detach().reshape(-1)
-    if not flat.numel():
-        raise ValueError("`score` of the probe must return at least one number, got none.")
-    return flat
-
-
-def _row(scores: Tensor, mode: str, seen: "ProbedModel", device: torch.device) -> Tensor:
-    if len(scores) > MAX_SCORES:
-        scores = _in_parts(scores, MAX_SCORES)
-    scores = scores.to(device) if mode == "min" else -scores.to(device)
-    words = torch.stack([seen.print >> 32, seen.print & 0xFFFFFFFF]).to(scores)
-    return pad_scores(scores, words)
-
-
-def _in_parts(scores: Tensor, num: int) -> Tensor:
-    """The means of so many parts, as equal as can be; the first ones are longer."""
-    length, longer = divmod(len(scores), num)
-    first, rest = scores.tensor_split([longer * (length + 1)])
-    return torch.cat([first.view(longer, length + 1).mean(1), rest.view(-1, length).mean(1)])
-
-
-class Notes:
-    """What a score has called a model with."""
-
-    def __init__(self) -> None:
-        self.print = torch.zeros((), dtype=torch.int64)
-        self.is_used = False
-
-    def around(self, call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        self.is_used = True
-        for value in tree_leaves((inputs, options)):
-            if isinstance(value, Tensor):
-                found = fingerprint(value.detach().contiguous())
-                self.print = self.print.to(found.device) * 31 + found + 1
-        return call(*inputs, **options)
-
-
-class ProbedModel:
-    """The model as a score gets it, or a part of it: what it is called with is noted."""
-
-    def __init__(self, module: nn.Module, notes: Notes | None = None) -> None:
-        vars(self).update(_module=module, _notes=notes or Notes())
-
-    @property
-    def print(self) -> Tensor:
-        return self._notes.print  # type: ignore[no-any-return]
-
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        return self._notes.around(self._module, *inputs, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._shown(getattr(self._module, name))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._shown(self._module[place])
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._shown, self._module)
-
-    def __len__(self) -> int:
-        return len(self._module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ProbedModel":
-        return ProbedModel(copy.deepcopy(self._module, memo), self._notes)
-
-    def _shown(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return ProbedModel(value, self._notes)
-        if inspect.ismethod(value):
-            return partial(self._notes.around, value)
-        if isinstance(value, Tensor):
-            self._notes.is_used = True
-        return value
-
-    def check(self) -> None:
-        if not self._notes.is_used:
-            raise ValueError(
-                "`score` of the probe must call the model it is given, got one that did not: it "
-                "would score another replica, or none."
-            )
-
-
-@contextmanager
-def evaluating(module: nn.Module, fresh: bool = False) -> Iterator[nn.Module]:
-    """Inside, a module is in eval mode, and bare: DDP would broadcast its buffers.
-
-    If it is `fresh`, normalisation takes the statistics of each batch, and keeps none of them.
-    """
-    bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    parts = list(bare.modules())
-    flags = [part.training for part in parts]
-    kind = nn.modules.batchnorm._NormBase
-    normalising = [p for p in parts if fresh and p.training and isinstance(p, kind)]
-    bare.eval()
-    kept = [[buffer.clone() for buffer in part.buffers()] for part in normalising]
-    for part in normalising:
-        part.train()
-    try:
-        yield bare
-    finally:
-        for part, flag in zip(parts, flags, strict=True):
-            part.training = flag
-        for part, buffers in zip(normalising, kept, strict=True):
-            for buffer, own in zip(part.buffers(), buffers, strict=True):
-                buffer.copy_(own)
-
-
-@contextmanager
-def _same_draws(device: torch.device, seed: int, cycle: int) -> Iterator[None]:
-    """Inside, all replicas draw the same random numbers; after it, the run goes on with its own."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + cycle) & 0x7FFFFFFF)
-        yield
 
 
 def _is_iterable(value: Any) -> bool:

@@ -1,8 +1,9 @@
-"""What replicas are compared by: the mean loss of a cycle, kept on the device until it ends.
+"""TrainingLoss: the mean loss of a cycle and its standard error, kept on the device.
 
-Its standard error comes from the jumps between one loss and the next, so that a loss that falls
-steadily through the cycle does not look noisy. One that is not finite, with finite ones after it,
-is left out: its step was skipped, or the weights will tell. A cycle that ends with one is lost.
+The standard error comes from the differences between successive losses. So a loss that falls
+steadily through the cycle does not look noisy. A loss that is not finite is left out if finite ones
+follow it: either its step was skipped, or the check of the weights finds the damage. A cycle that
+ends with such a loss is lost.
 """
 
 import math
@@ -13,46 +14,58 @@ from torch import Tensor
 
 from hdet.tensors.dtensor import whole
 
-TOGETHER = 64
-"""So many losses are added up at once: one by one they would cost more calls than the schedule."""
+BATCH_SIZE = 64
+"""Losses are added in batches of this size: one by one, they would cost too many calls."""
 
 
 class Totals(NamedTuple):
-    """Of the finite losses of each local replica so far: their weighted sum, their weights, how
-    many there are, the squares of the jumps from one to the next, and the last of them; and the
-    last of all."""
+    """Sums over the losses so far, one entry for each replica of this process."""
 
     sums: Tensor
+    """Weighted sum of the finite losses."""
     weights: Tensor
+    """Sum of their weights."""
     num: Tensor
-    jumps: Tensor
+    """Number of finite losses."""
+    squared_differences: Tensor
+    """Sum of the squared differences between successive finite losses."""
+    last_finite: Tensor
     last: Tensor
-    end: Tensor
 
 
 class TrainingLoss:
-    """Running weighted sum of the losses that each local replica saw in this cycle."""
+    """The losses that each replica of this process observed in the current cycle."""
 
     def __init__(self, num_local: int) -> None:
         self._num_local = num_local
         self._device: torch.device | None = None
-        """That losses come from."""
+        """The device of the losses."""
         self._first: Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
+        """Start a new cycle."""
         self._totals: Totals | None = None
         self._waiting: list[Tensor] = []
-        """Losses of weight `_waiting_weight` that are not in the sums yet."""
+        """Losses of weight `_waiting_weight` that are not in the totals yet."""
         self._waiting_weight = 1.0
         self.num_observed = 0
 
-    def start(self) -> None:
-        """All replicas stand where they once began: the next loss is a first one again."""
+    def clear_first(self) -> None:
+        """Forget the first loss: replicas were restored, and the next loss is their first."""
         self._first = None
 
     def add(self, loss: Any, weight: float) -> None:
-        """One loss for each local replica. No value is read back: the device never waits."""
+        """Add one loss for each replica of this process. The host never waits for the device.
+
+        Args:
+            loss: A tensor with one number for each replica of this process, or a number.
+            weight: The weight of this loss in the mean.
+
+        Raises:
+            TypeError: `loss` is neither a tensor nor a number.
+            ValueError: `weight` is not above 0, or `loss` has another number of elements.
+        """
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"`weight` must be a finite number above 0, got {weight!r}.")
         if not isinstance(loss, (Tensor, int, float)):
@@ -60,7 +73,7 @@ class TrainingLoss:
         given = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
         if given.requires_grad:
             given = given.detach()
-        # A copy: a captured graph writes every loss to the same place.
+        # A copy: a captured graph writes every loss into the same memory.
         values = whole(given).clone()
         if values.numel() != self._num_local:
             raise ValueError(
@@ -68,75 +81,77 @@ class TrainingLoss:
                 f"process, got shape {tuple(values.shape)}."
             )
         if weight != self._waiting_weight:
-            self._add_up()
+            self._add_waiting()
             self._waiting_weight = weight
         self._waiting.append(values)
         if self._first is None:
             self._first, self._device = values, values.device
         self.num_observed += 1
-        if len(self._waiting) == TOGETHER:
-            self._add_up()
+        if len(self._waiting) == BATCH_SIZE:
+            self._add_waiting()
 
-    def _add_up(self) -> None:
-        """Those that wait into the sums."""
+    def _add_waiting(self) -> None:
         self._totals, self._waiting = self._with_waiting(), []
 
     def _with_waiting(self) -> Totals | None:
+        """The totals with the waiting losses; the totals themselves stay as they are."""
         if not self._waiting:
             return self._totals
-        rows = _exact(_rows(self._waiting))
-        zeros = torch.zeros_like(rows[0])
+        losses = _exact(_rows(self._waiting))
+        zeros = torch.zeros_like(losses[0])
         nothing = Totals(zeros, zeros, zeros, zeros, zeros + math.nan, zeros)
-        known = [tensor.to(rows.device) for tensor in self._totals or nothing]
-        sums, weights, num, jumps, last, _ = known
-        fine, end = rows.isfinite(), rows[-1]
-        # What is not finite counts as the one before it, from which nothing jumps.
-        rows = _filled(torch.cat([last[None], rows]))
-        jumped = rows.diff(dim=0).nan_to_num(0.0).square_().sum(0)
-        here, weight = fine.sum(0), self._waiting_weight
+        known = Totals(*(tensor.to(losses.device) for tensor in self._totals or nothing))
+        finite = losses.isfinite()
+        # A loss that is not finite takes the value before it: the difference is 0.
+        filled = _fill_forward(torch.cat([known.last_finite[None], losses]))
+        squares = filled.diff(dim=0).nan_to_num(0.0).square_().sum(0)
+        num, weight = finite.sum(0), self._waiting_weight
         return Totals(
-            sums + weight * torch.where(fine, rows[1:], 0.0).sum(0),
-            weights + weight * here,
-            num + here,
-            jumps + jumped,
-            rows[-1],
-            end,
+            known.sums + weight * torch.where(finite, filled[1:], 0.0).sum(0),
+            known.weights + weight * num,
+            known.num + num,
+            known.squared_differences + squares,
+            filled[-1],
+            losses[-1],
         )
 
     def last(self) -> Tensor | None:
-        """The last loss of each local replica; none if there was none in this cycle."""
+        """The last loss of each replica of this process; None without a loss in this cycle."""
         if self._waiting:
             return _exact(self._waiting[-1].reshape(-1))
-        return None if self._totals is None else self._totals.end
+        return None if self._totals is None else self._totals.last
 
     def first(self) -> Tensor:
-        """The first loss, for each local replica: that of the weights it has set out with."""
+        """The first loss of each replica of this process, at the weights that it started with."""
         if self._first is None:
             return torch.full((self._num_local,), math.nan, dtype=torch.float64)
         return _exact(self._first.reshape(-1))
 
     def rows(self) -> Tensor:
-        """For each local replica: mean loss (0 if there was none, and the last if that is not
-        finite), number of observations, and the standard error of the mean (not a number below two
-        finite ones)."""
-        totals = self._with_waiting()  # whoever asks in between leaves no trace
+        """One row for each replica of this process, with three columns.
+
+        Returns:
+            The mean loss (0 without a loss; the last loss if that is not finite), the number of
+            losses, and the standard error of the mean (nan below two finite losses).
+        """
+        totals = self._with_waiting()
         if totals is None:
             return _exact(torch.zeros(self._num_local, 3, device=self._device))
-        num, end = totals.num, totals.end
-        means = torch.where(end.isfinite(), totals.sums / totals.weights, end)
+        num, last = totals.num, totals.last
+        means = torch.where(last.isfinite(), totals.sums / totals.weights, last)
         counts = torch.full_like(means, self.num_observed)
         scale = torch.where(num > 1, 2 * (num - 1) * num, math.nan)
-        return torch.stack([means, counts, (totals.jumps / scale).sqrt()], dim=1)
+        return torch.stack([means, counts, (totals.squared_differences / scale).sqrt()], dim=1)
 
 
-def _filled(rows: Tensor) -> Tensor:
-    """The last finite value so far, in every column."""
+def _fill_forward(rows: Tensor) -> Tensor:
+    """Replace what is not finite by the last finite value before it, in every column."""
     places = torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows)
     return rows.gather(0, torch.where(rows.isfinite(), places, 0).cummax(0).values)
 
 
 def _rows(losses: list[Tensor]) -> Tensor:
-    """One row for each: they may differ in type, shape and device, if the loop says so."""
+    """One row for each loss; their types, shapes and devices may differ."""
     if len({(loss.shape, loss.dtype, loss.device) for loss in losses}) > 1:
         device = losses[-1].device
         losses = [_exact(loss.to(device).reshape(-1)) for loss in losses]
@@ -144,4 +159,5 @@ def _rows(losses: list[Tensor]) -> Tensor:
 
 
 def _exact(values: Tensor) -> Tensor:
+    """In float64, where the device has it."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)

@@ -1,6 +1,7 @@
-"""One replica of this process: which tensors it consists of, and what becomes of each kind."""
+"""The tensors of one replica, sorted by kind: trainable, frozen, buffers, optimizer state."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,33 +12,51 @@ from torch.optim import Optimizer
 from hdet.tensors.buckets import flatten, packed
 from hdet.tensors.dtensor import check_initialised, layout, local, sharded_modules
 
-TENSOR_KINDS = ("moving", "still", "buffers", "state")
-"""What a replica consists of: parameters that train, frozen ones, buffers, optimizer state."""
 
-SAMPLES = 4096
-"""About so many parameters tell how far replicas are apart."""
+class TensorKind(StrEnum):
+    """The kinds of tensors that a replica consists of."""
 
-Agreed = Mapping[str, list[bool]]
-"""Part -> for each of its tensors (or for all of them at once) whether all replicas agree in it."""
+    TRAINABLE = "trainable"
+    FROZEN = "frozen"
+    BUFFERS = "buffers"
+    OPTIMIZER_STATE = "optimizer state"
+
+
+WEIGHTS = (TensorKind.TRAINABLE, TensorKind.FROZEN, TensorKind.BUFFERS)
+"""The tensors that the model computes with: all kinds but the optimizer state."""
+
+ALL_KINDS = tuple(TensorKind)
+
+SAMPLE_SIZE = 4096
+"""The distance between replicas is estimated from at least this many trainable elements."""
+
+Agreed = Mapping[TensorKind, list[bool]]
+"""Kind -> for each of its tensors, or for all of them together: are all replicas equal in it?"""
 
 NotReplicated = Callable[[Mapping[str, Tensor]], Collection[str]]
 """Parameters by name -> the names of those that exist once for all replicas."""
 
 
 class TensorSlot(NamedTuple):
-    """Where a module keeps a tensor. A buffer may be rebound; then the new one counts."""
+    """Where a module keeps a tensor. Code may bind another tensor to the same slot."""
 
     holder: dict[str, Any]
     name: str
     full_name: str
 
 
-class ReplicaTensors:
-    """The optimizer of a replica, and its model if it was given.
+def refresh_all(local_tensors: Iterable["ReplicaTensors"]) -> None:
+    """Find the tensors of every replica of this process again."""
+    for tensors in local_tensors:
+        tensors.refresh()
 
-    Where tensors are sharded over the processes of a replica, all of this is about the shards of
-    this process. A parameter that exists once for all replicas is in no part: nobody has another
-    one to average it with.
+
+class ReplicaTensors:
+    """The tensors of one replica: those of its optimizer, and of its model if there is one.
+
+    Where tensors are sharded over the processes of a replica, these are the shards of this
+    process. A parameter that exists once for all replicas has no kind, since there is no second
+    copy to average it with.
     """
 
     def __init__(
@@ -49,19 +68,19 @@ class ReplicaTensors:
         self.optimizer = optimizer
         self._find_unreplicated = unreplicated
         self._sharded = sharded_modules(model)
-        self._parameter_places = _places(model, "_parameters")
-        self._buffer_places = _places(model, "_buffers")
+        self._parameter_slots = _slots(model, "_parameters")
+        self._buffer_slots = _slots(model, "_buffers")
         self._key: tuple[list[int], list[bool], list[int], list[int]] | None = None
         self._lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         check_initialised(self.parameters())
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again which tensors there are: some may have been rebound, frozen or added."""
+        """Find the tensors again: some may have been rebound, frozen, added or moved in memory."""
         for module in self._sharded:
             module.reshard()  # whole parameters would not see what is written into shards
-        parameters = self._all()
-        buffers = _present(self._buffer_places)
+        parameters = self._all_parameters()
+        buffers = _present(self._buffer_slots)
         everything = [*map(local, parameters), *map(local, buffers)]
         key = (
             [*map(id, parameters), *map(id, buffers)],
@@ -73,96 +92,112 @@ class ReplicaTensors:
         if key != self._key:
             self._key = key
             named = self.parameters()
-            self._alone = {id(named[name]) for name in self._find_unreplicated(named)}
-            once = _once(p for p in parameters if id(p) not in self._alone)
-            self._parts = {
-                "moving": [local(p) for p in once if p.requires_grad],
-                "still": [local(p) for p in once if not p.requires_grad],
-                "buffers": [*map(local, _once(buffers))],
+            self._unreplicated = {id(named[name]) for name in self._find_unreplicated(named)}
+            once = _once(p for p in parameters if id(p) not in self._unreplicated)
+            self._tensors = {
+                TensorKind.TRAINABLE: [local(p) for p in once if p.requires_grad],
+                TensorKind.FROZEN: [local(p) for p in once if not p.requires_grad],
+                TensorKind.BUFFERS: [*map(local, _once(buffers))],
             }
             places = {id(p): place for place, p in enumerate(parameters)}
-            self.moving_places = [(places[id(p)], p.numel()) for p in once if p.requires_grad]
-            """Which parameters train, by their place among all, wherever they lie: the same for all
-            replicas."""
+            self.trainable_places = [(places[id(p)], p.numel()) for p in once if p.requires_grad]
+            """Index among all parameters, and size, of each trainable one; equal on all replicas,
+            since it does not depend on addresses."""
             self._lists.clear()
 
-    def _all(self) -> list[Tensor]:
-        """The parameters of the model and of the optimizer, as often as they are named."""
+    def _all_parameters(self) -> list[Tensor]:
+        """The parameters of the model, then of the optimizer, with repetitions."""
         groups = self.optimizer.param_groups
-        return [*_present(self._parameter_places), *(p for g in groups for p in g["params"])]
+        return [*_present(self._parameter_slots), *(p for g in groups for p in g["params"])]
 
-    def part(self, name: str) -> list[Tensor]:
-        """Every tensor of a part once, also if it is tied, without gradient or outside a model."""
-        return [t for _, t in self._state()] if name == "state" else self._parts[name]
+    def of_kind(self, kind: TensorKind) -> list[Tensor]:
+        """Every tensor of a kind once, also if it is tied, has no gradient, or is in no model."""
+        if kind is TensorKind.OPTIMIZER_STATE:
+            return [tensor for _, tensor in self._state()]
+        return self._tensors[kind]
 
-    def steered(self) -> list[Tensor]:
-        """The parameters that the optimizer moves; others may have gradients that nobody clears."""
+    def weights(self) -> list[Tensor]:
+        """Every tensor that the model computes with, once."""
+        return [tensor for kind in WEIGHTS for tensor in self._tensors[kind]]
+
+    def optimized(self) -> list[Tensor]:
+        """The trainable parameters of the optimizer; others may keep stale gradients."""
         groups = self.optimizer.param_groups
-        shifted_by = [p for group in groups for p in group["params"] if p.requires_grad]
-        return _once(p for p in shifted_by if id(p) not in self._alone)
+        trainable = [p for group in groups for p in group["params"] if p.requires_grad]
+        return _once(p for p in trainable if id(p) not in self._unreplicated)
 
     @property
     def has_unreplicated(self) -> bool:
-        """Whether a parameter exists once for all replicas: then all must run forwards together."""
-        return bool(self._alone)
+        """Whether a parameter exists once for all replicas, so that all must run together."""
+        return bool(self._unreplicated)
 
     def unsaved(self) -> list[str]:
-        """Those that exist once for all replicas, and do not say which part of what they are."""
-        alone = {name: p for name, p in self.parameters().items() if id(p) in self._alone}
-        return [name for name, parameter in alone.items() if layout(parameter) is None]
+        """Names of parameters that exist once for all replicas and are no DTensor.
 
-    def movers(self) -> list[Tensor]:
-        """The parameters that train, whole or sharded, also those of which nothing lies here."""
-        mine = {id(p): p for p in self._all() if p.requires_grad and id(p) not in self._alone}
+        A checkpoint cannot tell which part of the whole such a plain tensor is.
+        """
+        once = {name: p for name, p in self.parameters().items() if id(p) in self._unreplicated}
+        return [name for name, parameter in once.items() if layout(parameter) is None]
+
+    def trainable_parameters(self) -> list[Tensor]:
+        """The trainable parameters, whole or sharded, also those without elements here."""
+        mine = {
+            id(p): p
+            for p in self._all_parameters()
+            if p.requires_grad and id(p) not in self._unreplicated
+        }
         return list(mine.values())
 
-    def divided(self, names: Iterable[str], agreed: Agreed) -> tuple[list[Tensor], list[Tensor]]:
-        """What replicas may differ in: tensors to average, and those of which the largest counts.
+    def to_reduce(
+        self, kinds: Iterable[TensorKind], agreed: Agreed
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors that may differ between replicas: those to average, and those to maximize.
 
-        The latter are integers, and the step counts of the optimizer. As long as nothing changes
-        the lists are the same objects, so that an engine can know them again.
+        Replicas take the maximum of integers and of the optimizer's step counts. While the tensors
+        stay the same, the lists are the same objects, so that an engine recognizes them.
         """
-        chosen = {name: agreed.get(name, []) for name in names}
-        if "state" in chosen:
-            return self._divide(chosen)
-        # A part that is empty makes no difference; flags make one only if some are set.
-        key = tuple((n, *f) if any(f) else (n,) for n, f in chosen.items() if self._parts[n])
+        chosen = {kind: agreed.get(kind, []) for kind in kinds}
+        if TensorKind.OPTIMIZER_STATE in chosen:
+            return self._split(chosen)
+        # An empty kind makes no difference, and flags make one only if some are set.
+        key = tuple((k, *f) if any(f) else (k,) for k, f in chosen.items() if self._tensors[k])
         if key not in self._lists:
-            self._lists[key] = self._divide(chosen)
+            self._lists[key] = self._split(chosen)
         return self._lists[key]
 
-    def _divide(self, chosen: Mapping[str, list[bool]]) -> tuple[list[Tensor], list[Tensor]]:
-        averaged: list[Tensor] = []
-        progress_state: list[Tensor] = []
-        for name, flags in chosen.items():
-            steps = {id(t) for key, t in self._state() if key == "step"} if name == "state" else ()
-            tensors = self.part(name)
-            same = flags if len(flags) == len(tensors) else [any(flags)] * len(tensors)
-            for tensor, equal in zip(tensors, same, strict=True):
+    def _split(self, chosen: Agreed) -> tuple[list[Tensor], list[Tensor]]:
+        to_average: list[Tensor] = []
+        to_maximize: list[Tensor] = []
+        for kind, flags in chosen.items():
+            steps = set()
+            if kind is TensorKind.OPTIMIZER_STATE:
+                steps = {id(tensor) for key, tensor in self._state() if key == "step"}
+            tensors = self.of_kind(kind)
+            equal = flags if len(flags) == len(tensors) else [any(flags)] * len(tensors)
+            for tensor, is_equal in zip(tensors, equal, strict=True):
                 floating = tensor.is_floating_point() or tensor.is_complex()
-                if not equal:
-                    (averaged if floating and id(tensor) not in steps else progress_state).append(
-                        tensor
-                    )
-        return averaged, progress_state
+                has_mean = floating and id(tensor) not in steps
+                if not is_equal:
+                    (to_average if has_mean else to_maximize).append(tensor)
+        return to_average, to_maximize
 
     def sample(self) -> Tensor:
-        """Every so many-th of the parameters that train, in their order."""
+        """Evenly spaced elements of the trainable parameters, in their order."""
         key = ("sample",)
         if key not in self._lists:
-            self._lists[key] = (_every(self._parts["moving"], SAMPLES), [])
+            self._lists[key] = (_every(self._tensors[TensorKind.TRAINABLE], SAMPLE_SIZE), [])
         views = self._lists[key][0]
         if len({(view.dtype, view.device) for view in views}) > 1:
             views = [view.to(device=views[0].device, dtype=torch.float64) for view in views]
         return torch.cat(views) if views else torch.zeros(0)
 
     def state_numel(self) -> int:
-        """How much optimizer state there is: replicas that differ here cannot average it."""
-        return sum(tensor.numel() for tensor in self.part("state"))
+        """The size of the optimizer state: replicas can average it only where sizes are equal."""
+        return sum(tensor.numel() for tensor in self.of_kind(TensorKind.OPTIMIZER_STATE))
 
     def num_bad_buffers(self) -> Tensor:
-        """How many elements of the buffers are not finite."""
-        buffers = [flatten(buffer) for buffer in self.divided(["buffers"], {})[0]]
+        """The number of elements of the buffers that are not finite."""
+        buffers = [flatten(buffer) for buffer in self.to_reduce([TensorKind.BUFFERS], {})[0]]
         groups = [[buffers[index] for index in members] for members in packed(buffers)]
         joined = [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
         counts = [(~together.isfinite()).sum() for together in joined]
@@ -172,24 +207,24 @@ class ReplicaTensors:
         return torch.stack([count.to(counts[0].device) for count in counts]).sum()
 
     def _device(self) -> torch.device | None:
-        tensors = [*self._parts["moving"], *self._parts["still"]]
+        tensors = [*self._tensors[TensorKind.TRAINABLE], *self._tensors[TensorKind.FROZEN]]
         return tensors[0].device if tensors else None
 
     def shards(self) -> dict[str, Tensor]:
-        """What this process has of every parameter."""
+        """The local shard of every parameter, by name."""
         return {name: local(parameter) for name, parameter in self.parameters().items()}
 
     def replicated(self) -> dict[str, Tensor]:
-        """What this process has of those of which every replica has one."""
+        """The local shard of every parameter that each replica has a copy of, by name."""
         return {
             name: local(parameter)
             for name, parameter in self.parameters().items()
-            if id(parameter) not in self._alone
+            if id(parameter) not in self._unreplicated
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter under its name in the model, or its place in the optimizer."""
-        named = _named(self._parameter_places)
+        """Every parameter by its name in the model, or by its position in the optimizer."""
+        named = _named(self._parameter_slots)
         known = {id(parameter) for parameter in named.values()}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -198,11 +233,15 @@ class ReplicaTensors:
         return named
 
     def buffers(self) -> dict[str, Tensor]:
-        return {name: local(buffer) for name, buffer in _named(self._buffer_places).items()}
+        """The local shard of every buffer, by name."""
+        return {name: local(buffer) for name, buffer in _named(self._buffer_slots).items()}
 
-    def groups(self, turned: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Settings and parameters of every group, without what differs between replicas."""
-        skipped = {"params", "lr", *turned}
+    def groups(self, explored: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Settings and parameter names of every group.
+
+        Learning rates and the `explored` settings are left out: they differ between replicas.
+        """
+        skipped = {"params", "lr", *explored}
         names = {id(parameter): name for name, parameter in self.parameters().items()}
         return [
             {
@@ -213,12 +252,14 @@ class ReplicaTensors:
         ]
 
     def check(self) -> None:
-        """Refuse parameters that cannot be averaged, by name."""
+        """Raise a ValueError that names the first parameter that cannot be averaged."""
         named = self.shards()
         for name, parameter in named.items():
             _check_dense(name, parameter)
         _check_not_shared(named)
-        if named and all(id(parameter) in self._alone for parameter in self.parameters().values()):
+        if named and all(
+            id(parameter) in self._unreplicated for parameter in self.parameters().values()
+        ):
             raise ValueError(
                 "every replica must have parameters of its own, got a model whose parameters all "
                 "exist once: it is sharded over the processes that are to be replicas. Pass "
@@ -230,16 +271,16 @@ class ReplicaTensors:
             (key, local(state[key]))
             for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) not in self._alone
+            if id(parameter) not in self._unreplicated
             for state in [self.optimizer.state.get(parameter, {})]
             for key in sorted(state)
             if isinstance(state[key], Tensor)
         ]
 
 
-def _every(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
-    """Views of evenly spaced elements of all tensors together, at least `most` of them if any."""
-    stride = max(sum(tensor.numel() for tensor in tensors) // most, 1)
+def _every(tensors: Sequence[Tensor], least: int) -> list[Tensor]:
+    """Views of evenly spaced elements of all tensors together, at least `least` if there are."""
+    stride = max(sum(tensor.numel() for tensor in tensors) // least, 1)
     views, start = [], stride // 2
     for flat in map(flatten, tensors):
         if start < flat.numel():
@@ -248,7 +289,7 @@ def _every(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     return views
 
 
-def _places(model: nn.Module | None, kind: str) -> list[TensorSlot]:
+def _slots(model: nn.Module | None, kind: str) -> list[TensorSlot]:
     if model is None:
         return []
     return [
@@ -258,16 +299,16 @@ def _places(model: nn.Module | None, kind: str) -> list[TensorSlot]:
     ]
 
 
-def _present(places: Iterable[TensorSlot]) -> list[Tensor]:
-    return [t for holder, name, _ in places if (t := holder.get(name)) is not None]
+def _present(slots: Iterable[TensorSlot]) -> list[Tensor]:
+    return [t for holder, name, _ in slots if (t := holder.get(name)) is not None]
 
 
-def _named(places: Iterable[TensorSlot]) -> dict[str, Tensor]:
-    return {full: t for holder, name, full in places if (t := holder.get(name)) is not None}
+def _named(slots: Iterable[TensorSlot]) -> dict[str, Tensor]:
+    return {full: t for holder, name, full in slots if (t := holder.get(name)) is not None}
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor of which something lies here at its first place; tied ones share memory."""
+    """Each tensor with local elements, at its first position; tied tensors share memory."""
     seen: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
         if (here := local(tensor)).numel():
@@ -286,7 +327,7 @@ def _check_dense(name: str, parameter: Tensor) -> None:
 
 
 def _check_not_shared(named: dict[str, Tensor]) -> None:
-    """Parameters may be one tensor under two names, but not share a part of their memory."""
+    """Refuse parameters that overlap in memory; one tensor may have two names."""
     spans: dict[tuple[str, int, int], str] = {}
     for name, p in named.items():
         spans.setdefault((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes), name)

@@ -1,7 +1,7 @@
-"""The outer optimizer: a step on what the replicas have changed between two converges.
+"""The outer optimizer: a step along the change of the weights between two averages.
 
-Where the mean of the replicas is one more gradient, any torch optimizer can follow it: SGD with
-Nesterov momentum is DiLoCo. Every process makes the same step on the same mean, so nothing is sent.
+It treats this change as a gradient, so that any torch optimizer can follow it. SGD with Nesterov
+momentum is DiLoCo. Every process makes the same step on the same mean, so nothing is sent.
 """
 
 import weakref
@@ -21,7 +21,11 @@ OptimizerFactory = Callable[[list[Tensor]], Optimizer]
 
 
 def describe_outer(make: Any) -> dict[str, str]:
-    """What replicas must have in common; whatever is no optimizer is refused."""
+    """The settings of an outer optimizer, which must be equal on all replicas.
+
+    Raises:
+        TypeError: `make` is no function, or does not return an optimizer.
+    """
     if not callable(make):
         raise TypeError(
             "`outer` must make an optimizer of a list of parameters, such as "
@@ -34,91 +38,104 @@ def describe_outer(make: Any) -> dict[str, str]:
 
 
 class OuterOptimizer:
-    """The weights of the last converge, and the optimizer that moves them."""
+    """The weights at the start of a cycle, and the optimizer that moves them."""
 
     def __init__(
-        self, make: OptimizerFactory, optimizer: Optimizer, bodies: Sequence[ReplicaTensors]
+        self, make: OptimizerFactory, optimizer: Optimizer, local_tensors: Sequence[ReplicaTensors]
     ) -> None:
-        self._each = [body.movers() for body in bodies]
-        self._slow: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in self._each[0]]
-        self.optimizer = make(self._slow)
-        self._is_held = False
-        self.has_moved = False
-        """Whether a step was attempted since the last one of its own."""
-        self.is_apart = False
-        """Whether replicas began apart: then their first mean is where it sets out from."""
-        weakly = weakref.ref(self)  # a hook must not outlive what it looks for
+        self._parameters = [tensors.trainable_parameters() for tensors in local_tensors]
+        """The trainable parameters of each replica of this process."""
+        self._start: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in self._parameters[0]]
+        """The same at the start of the cycle: the parameters of the outer optimizer."""
+        self.optimizer = make(self._start)
+        self._has_start = False
+        self.has_trained = False
+        """Whether the replicas attempted a step since the last outer step."""
+        self.starts_apart = False
+        """Whether replicas start from different weights: then their first mean is the start."""
+        this = weakref.ref(self)  # a hook must not keep the outer optimizer alive
 
-        def stepped(*_: Any) -> None:
-            if (outer := weakly()) is not None:
-                outer.hold()
+        def before_step(*_: Any) -> None:
+            if (outer := this()) is not None:
+                outer.remember_start()
 
-        optimizer.register_step_pre_hook(stepped)
+        optimizer.register_step_pre_hook(before_step)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter of the first replica, and what stands for it here."""
-        return list(zip(self._each[0], self._slow, strict=True))
+        """Pairs of the first replica's parameters and the outer optimizer's copies."""
+        return list(zip(self._parameters[0], self._start, strict=True))
 
-    def begin(self) -> None:
-        """All replicas stand together, wherever that is: the next step sets out from there."""
-        self._is_held = self.has_moved = False
+    def start_cycle(self) -> None:
+        """All replicas are equal: the next outer step starts from their weights."""
+        self._has_start = self.has_trained = False
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """Before the first step of a cycle: what it sets out from."""
-        if not self._is_held:
-            torch._foreach_copy_(_locals(self._slow), _locals(self._each[0]))
-        self._is_held = True
+    def remember_start(self) -> None:
+        """Copy the weights before the first step of a cycle."""
+        if not self._has_start:
+            torch._foreach_copy_(_locals(self._start), _locals(self._parameters[0]))
+        self._has_start = True
 
     @torch.no_grad()
     def step(self) -> None:
-        """All replicas have the mean: from where they set out, a step along what it has changed.
+        """Step from the start along its difference to the mean, which all replicas have.
 
-        Without a step in between there is nothing to follow.
+        Without a training step in between there is no change to follow.
         """
-        if not self.has_moved or self.is_apart:
-            self.is_apart = False
-            self.begin()
+        if not self.has_trained or self.starts_apart:
+            self.starts_apart = False
+            self.start_cycle()
             return
-        for slow, mean in zip(self._slow, self._each[0], strict=True):
-            if not mean.requires_grad:  # frozen meanwhile: it must not go on by its momentum
-                local(slow).copy_(local(mean))
-        both = zip(self._slow, self._each[0], strict=True)
-        pairs = [(slow, mean) for slow, mean in both if mean.requires_grad]
-        # What has changed is laid where the mean lies: there may be no room for another copy. Once,
-        # where two parameters lie in one place.
-        once = {local(mean).data_ptr(): (slow, mean) for slow, mean in pairs}
+        for start, mean in self._pairs(trainable=False):
+            # It was frozen in the meantime: momentum must not move it.
+            local(start).copy_(local(mean))
+        pairs = self._pairs(trainable=True)
+        # The difference overwrites the mean, since memory may not hold another copy. Two parameters
+        # may share memory: then it is written once.
+        once = {local(mean).data_ptr(): (start, mean) for start, mean in pairs}
         if once:
             changes = _locals([mean for _, mean in once.values()])
             torch._foreach_neg_(changes)
-            torch._foreach_add_(changes, _locals([slow for slow, _ in once.values()]))
-        for slow, mean in pairs:
-            slow.grad = mean.detach()
+            torch._foreach_add_(changes, _locals([start for start, _ in once.values()]))
+        for start, mean in pairs:
+            start.grad = mean.detach()
         self._advance()
-        for movers in self._each:
-            torch._foreach_copy_(_locals(movers), _locals(self._slow))
-        self.begin()
+        for parameters in self._parameters:
+            torch._foreach_copy_(_locals(parameters), _locals(self._start))
+        self.start_cycle()
 
     @torch.no_grad()
-    def leads_to(self, flats: list[Tensor], means: list[Tensor]) -> list[Tensor]:
-        """The mean of what replicas had some steps ago has come: a step along it, and where it
-        leads. What they have learnt since is theirs, so the next one sets out from here.
+    def step_towards(self, flats: list[Tensor], means: list[Tensor]) -> list[Tensor]:
+        """Step along a mean that arrives some steps late; return the weights after it.
+
+        Replicas keep the progress that they made in between. The next outer step starts from the
+        returned weights.
+
+        Args:
+            flats: Flat tensors of the first replica.
+            means: The mean of all replicas for each of them.
         """
-        slow = {local(p).data_ptr(): s for p, s in zip(self._each[0], self._slow, strict=True)}
-        for mover, own in zip(self._each[0], self._slow, strict=True):
-            own.grad = torch.zeros_like(own) if mover.requires_grad else None
-        goals = []
+        starts = {local(p).data_ptr(): start for p, start in self.pairs()}
+        for parameter, start in self.pairs():
+            start.grad = torch.zeros_like(start) if parameter.requires_grad else None
+        targets = []
         for flat, mean in zip(flats, means, strict=True):
-            known = slow.get(flat.data_ptr())  # none for what did not train when it was made
-            if known is not None and (self.is_apart or known.grad is None):
-                flatten(local(known)).copy_(mean)
-            elif known is not None and known.grad is not None:
-                flatten(local(known.grad)).copy_(flatten(local(known)) - mean)
-            goals.append(mean if known is None else flatten(local(known)))
-        if not self.is_apart:
+            # None for a parameter that was frozen when the outer optimizer was made.
+            own = starts.get(flat.data_ptr())
+            if own is not None and (self.starts_apart or own.grad is None):
+                flatten(local(own)).copy_(mean)
+            elif own is not None and own.grad is not None:
+                flatten(local(own.grad)).copy_(flatten(local(own)) - mean)
+            targets.append(mean if own is None else flatten(local(own)))
+        if not self.starts_apart:
             self._advance()
-        self.is_apart = False
-        return goals
+        self.starts_apart = False
+        return targets
+
+    def _pairs(self, *, trainable: bool) -> list[tuple[Tensor, Tensor]]:
+        """(weights at the start, weights now) of the parameters that are trainable now, or not."""
+        both = zip(self._start, self._parameters[0], strict=True)
+        return [(start, now) for start, now in both if now.requires_grad == trainable]
 
     def _advance(self) -> None:
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""perturb_: noise on the weights of each replica before a run (paper, eq. 10)."""
+"""perturb_: adds noise to the weights of each replica before a run (paper, eq. 10)."""
 
 import math
 from hashlib import sha256
@@ -18,11 +18,32 @@ PERTURBED = "_hdet_perturbed"
 def perturb_(
     model: nn.Module, noise: float = 0.01, *, replicas: Replicas | None = None, seed: int = 0
 ) -> None:
-    """Warm noisy start: theta <- theta + eps, eps ~ N(0, noise^2 |theta|^2 / d) (paper, eq. 10).
+    """Add noise to the weights of each replica before a run (paper, eq. 10).
 
-    Each replica draws its own eps from a private generator, so no global random state is touched.
-    Frozen parameters stay as they are. Call it after wrapping the model in DDP, which would
-    otherwise overwrite the noise of all replicas with that of the first, and before hdet.
+    This is the paper's warm noisy start: theta <- theta + eps, with
+    eps ~ N(0, noise^2 |theta|^2 / d) for d weights. Each replica draws its own noise from a private
+    generator, so that no global random state changes. Frozen parameters stay as they are.
+
+    Call it after DDP wraps the model: DDP would overwrite the noise of all replicas with that of
+    the first. Call it before the scheduler is made.
+
+    Args:
+        model: The model. Its weights change in place.
+        noise: The norm of the noise, relative to the norm of the weights.
+        replicas: The engine of the run. Needed for stacked replicas and for sharded models; by
+            default, each process of the default process group is one replica.
+        seed: The seed of the noise. A replica's noise depends on the seed and on its index.
+
+    Raises:
+        ValueError: `noise` or `seed` is negative, the model has no trainable parameters, or it is
+            sharded and `replicas` is not given.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> before = model.weight.detach().clone()
+        >>> perturb_(model, 0.01)
+        >>> bool((model.weight == before).any())
+        False
     """
     check_range("noise", noise, least=0, below=math.inf)
     check_integer("seed", seed, at_least=0)
@@ -43,7 +64,7 @@ def _add_noise(module: nn.Module, noise: float, generator: torch.Generator) -> N
     norms = torch.stack([whole(p.double().norm()).cpu() for p in parameters])
     deviation = noise * float(norms.norm()) / num**0.5
     for p in parameters:
-        # Of the whole parameter, so that a sharded model is perturbed like one that is not.
+        # Noise for the whole parameter: a sharded model gets the same noise as a plain one.
         epsilon = torch.empty(p.shape, dtype=torch.float64).normal_(generator=generator)
         local(p).add_((cut(epsilon, p) * deviation).to(device=p.device, dtype=p.dtype))
         setattr(p, PERTURBED, True)

@@ -1,7 +1,4 @@
-"""What a run sets out from: kept when it is made, and looked at again until its first step.
-
-A checkpoint may be loaded after the scheduler is made; then that is what it sets out from.
-"""
+"""Snapshots of a run that it can return to: its start, its last good average, a second start."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,164 +10,209 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet.control.spike_guard import Guard, SpikeMonitor
 from hdet.control.stall_detector import StallDetector
-from hdet.weights.averaging import ReplicaWeights
+from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.snapshot import Snapshot
 
 
-class StartPoint:
-    """Weights, buffers, optimizer state and random numbers before the first step."""
+class RestorePoint:
+    """One snapshot of the replicas: taken, restored as often as needed, and closed.
+
+    A restore leaves random numbers alone, so that the run draws no batch twice.
+    """
+
+    def __init__(self, weights: ReplicaWeights, *, offload: bool = False) -> None:
+        self._weights, self._offload = weights, offload
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The snapshot that was taken last."""
+        assert self._snapshot is not None
+        return self._snapshot
+
+    def take(self, *, equal: bool = False) -> None:
+        """Replace the snapshot by one of now; `equal` replicas are copied once."""
+        self._snapshot = self._weights.snapshot(offload=self._offload, equal=equal)
+
+    def restore(self) -> None:
+        """Give all replicas the weights, buffers and optimizer states of the snapshot."""
+        self._weights.restore_(self.snapshot, random_state=False)
+
+    def close(self) -> None:
+        """Release what the restore point holds on to."""
+
+
+class StartPoint(RestorePoint):
+    """The snapshot before the first step.
+
+    A checkpoint may be loaded after the scheduler is made. So the snapshot is taken again until the
+    first optimizer step.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module | None,
-        parameters: ReplicaWeights,
+        weights: ReplicaWeights,
         *,
         offload: bool = False,
     ) -> None:
-        self._parameters, self._offload = parameters, offload
-        self._kept = parameters.snapshot(offload=offload)
-        self._is_settled = False
-        self._hooks = self._look_when_loaded_or_stepped(optimizer, model)
+        super().__init__(weights, offload=offload)
+        self._is_final = False
+        self.take()
+        self._hooks = self._add_hooks(optimizer, model)
 
     @property
-    def kept(self) -> Snapshot:
-        self.look()
-        return self._kept
+    def snapshot(self) -> Snapshot:
+        """The snapshot before the first step; until then, one of now."""
+        self._update()
+        return super().snapshot
 
-    def look(self) -> None:
-        """Before the first step: whatever there is now is what the run sets out from."""
-        if self._is_settled:
-            return
-        now = self._parameters.snapshot(offload=self._offload)
-        if now.has_the_weights_of(self._kept):
-            # The first forward has moved buffers already: those of before are the better ones.
-            now = now._replace(buffers=self._kept.buffers)
-        self._kept = now
-
-    def retake(self) -> None:
-        """A checkpoint was loaded: with its buffers, too."""
-        if not self._is_settled:
-            self._kept = self._parameters.snapshot(offload=self._offload)
-
-    def settle(self) -> None:
-        """A step is about to be made, or was attempted: from now on nothing is looked at again."""
-        self.look()
-        self._is_settled = True
+    def finalize(self) -> None:
+        """Take the snapshot a last time: a step follows, or was attempted."""
+        self._update()
+        self._is_final = True
 
     def close(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _look_when_loaded_or_stepped(
+    def _update(self) -> None:
+        if self._is_final:
+            return
+        before = super().snapshot
+        self.take()
+        now = super().snapshot
+        if now.has_weights_of(before):
+            # The first forward pass has changed buffers already: keep those from before it.
+            self._snapshot = now._replace(buffers=before.buffers)
+
+    def _take_loaded(self) -> None:
+        """Take the snapshot of a checkpoint that was loaded, with its buffers."""
+        if not self._is_final:
+            self.take()
+
+    def _add_hooks(
         self, optimizer: Optimizer, model: nn.Module | None
     ) -> Sequence[RemovableHandle]:
-        weakly = weakref.ref(self)  # hooks must not outlive what they look for
+        this = weakref.ref(self)  # hooks must not keep the restore point alive
 
-        def stepped(*_: Any) -> None:
-            if (start_score := weakly()) is not None:
-                start_score.settle()
+        def before_step(*_: Any) -> None:
+            if (point := this()) is not None:
+                point.finalize()
 
-        def loaded(*_: Any) -> None:
-            if (start_score := weakly()) is not None:
-                start_score.retake()
+        def after_load(*_: Any) -> None:
+            if (point := this()) is not None:
+                point._take_loaded()
 
-        bare = getattr(model, "module", None)  # DDP's own is loaded by itself, too
-        modules = [m for m in (model, bare) if isinstance(m, nn.Module)]
+        inner = getattr(model, "module", None)  # users also load into the module inside of DDP
+        modules = [m for m in (model, inner) if isinstance(m, nn.Module)]
         return [
-            optimizer.register_step_pre_hook(stepped),
-            optimizer.register_load_state_dict_post_hook(loaded),
-            *(module.register_load_state_dict_post_hook(loaded) for module in modules),
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_load_state_dict_post_hook(after_load),
+            *(module.register_load_state_dict_post_hook(after_load) for module in modules),
         ]
 
 
 class GoodPoint:
-    """What the run is taken back to: at first what it set out from, then every good consensus."""
+    """What a guard rolls back to: first the start of the run, then its last good average."""
 
     def __init__(
         self,
         guard: Guard,
         optimizer: Optimizer,
         model: nn.Module | None,
-        parameters: ReplicaWeights,
+        weights: ReplicaWeights,
         step: int,
     ) -> None:
         self.monitor = SpikeMonitor(guard)
         self.step = step
-        """The step of the weights that are kept."""
-        self._guard, self._parameters = guard, parameters
-        self._outset: StartPoint | None = StartPoint(
-            optimizer, model, parameters, offload=guard.offload
-        )
-        self._kept: Snapshot | None = None
+        """The step of the snapshot."""
+        self._offload, self._weights = guard.offload, weights
+        self._point: RestorePoint = StartPoint(optimizer, model, weights, offload=guard.offload)
 
-    def keep(self, step: int) -> None:
-        """All replicas stand at a good consensus."""
-        self.close()
-        self._kept = None  # before the new one is made: two would not fit
+    @property
+    def snapshot(self) -> Snapshot:
+        """The snapshot of the last good weights."""
+        return self._point.snapshot
+
+    def take(self, step: int) -> None:
+        """Take a snapshot of a good average."""
+        self._point.close()
         self.step = step
-        self._kept = self._parameters.snapshot(
-            offload=self._guard.offload, alike=not self._parameters.has_pending_average
-        )
+        # The old snapshot goes before the new one is taken: memory may not hold two.
+        self._point = RestorePoint(self._weights, offload=self._offload)
+        self._point.take(equal=not self._weights.averager.has_pending_average)
 
     def restore(self) -> None:
-        """To what was kept; the random numbers go on, so that nothing is repeated."""
-        kept = self._kept if self._outset is None else self._outset.kept
-        assert kept is not None
-        self._parameters.restore_(kept, draws=False)
+        """Restore the last good weights."""
+        self._point.restore()
 
     def close(self) -> None:
-        if self._outset is not None:
-            self._outset.close()
-            self._outset = None
+        """Release what the restore point holds on to."""
+        self._point.close()
 
 
 State = dict[str, Any]
 
 
-class SavedPlace(NamedTuple):
-    """Where a run is: its weights and whatever the scheduler counts."""
+class SavedRun(NamedTuple):
+    """A point of a run: its weights, and the scheduler's state."""
 
-    kept: Snapshot
+    point: RestorePoint
     state: State
 
 
 class SecondStart:
-    """What a run began with, in the memory of the host, as long as it may be needed."""
+    """The start of a run in host memory, for a run that stalls and starts again.
+
+    Before it returns to the start, it takes a snapshot of the present. If the learning rate was not
+    the reason for the stall, the run is restored from that.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module | None,
-        parameters: ReplicaWeights,
+        weights: ReplicaWeights,
         state: Callable[[], State],
     ) -> None:
         self.stall_detector = StallDetector()
-        self._parameters, self._state = parameters, state
-        self._outset = StartPoint(optimizer, model, parameters, offload=True)
-        self._first = state()
-        self._left: SavedPlace | None = None
-        """Where the run was when it went back."""
-        self.has_just_looked = False
-        """Whether what is left of a cycle comes next, which has little to gain."""
+        self._weights, self._state = weights, state
+        self._start = SavedRun(StartPoint(optimizer, model, weights, offload=True), state())
+        self._last: SavedRun | None = None
+        """The run when it was last restored to its start."""
+        self.skips_next_check = False
+        """Whether the rest of a cycle follows, which is too short to judge."""
 
     @property
     def can_return(self) -> bool:
-        return self._left is not None
+        """Whether the run can be restored to where it was before its second start."""
+        return self._last is not None
 
     def restore(self, *, for_good: bool) -> State:
-        """To the first weights; what the scheduler had counted then. Data is not repeated."""
+        """Restore the first weights; batches are not repeated.
+
+        Args:
+            for_good: Whether the present is not worth a snapshot.
+
+        Returns:
+            The scheduler's state at the start of the run.
+        """
         if not for_good:
-            self._left = SavedPlace(self._parameters.snapshot(offload=True), self._state())
-        self._parameters.restore_(self._outset.kept, draws=False)
-        return self._first
+            self._last = SavedRun(RestorePoint(self._weights, offload=True), self._state())
+            self._last.point.take()
+        self._start.point.restore()
+        return self._start.state
 
     def restore_last(self) -> State:
-        """To where the run was: its learning rate was not the fault."""
-        assert self._left is not None
-        self._parameters.restore_(self._left.kept, draws=False)
-        return self._left.state
+        """Restore the run as it was before its second start; return the scheduler's state."""
+        assert self._last is not None
+        self._last.point.restore()
+        return self._last.state
 
     def close(self) -> None:
-        self._outset.close()
+        """Release what the restore point holds on to."""
+        self._start.point.close()

@@ -1,4 +1,4 @@
-"""What a run can be taken back to: weights, buffers, optimizer state and random numbers."""
+"""Snapshots: copies of weights, buffers, optimizer state and random states, to be restored."""
 
 import copy
 from collections import Counter
@@ -16,31 +16,34 @@ from hdet.weights.inventory import ReplicaTensors
 Tensors = dict[str, Tensor]
 
 
-class SnapshotView(NamedTuple):
-    """What a model computes with, by name; one entry for each replica of this process."""
+class ModelCopy(NamedTuple):
+    """Weights and buffers by name; one entry for each replica of this process, or one for all."""
 
     weights: list[Tensors]
     buffers: list[Tensors]
 
 
 class Snapshot(NamedTuple):
-    """The same, and all that training changes beside it, and the random states they share."""
+    """Everything that training changes, of the replicas of this process."""
 
     weights: list[Tensors]
     buffers: list[Tensors]
     states: list[dict[Any, Any]]
-    """What each optimizer keeps, under its own keys: parameters, and whatever else it likes."""
+    """The state of each optimizer, under its own keys."""
     settings: list[list[dict[str, Any]]]
-    """What optimizers keep in their groups, beside parameters and learning rates."""
-    draws: dict[str, Tensor]
+    """The entries of each optimizer's parameter groups, without parameters and learning rates."""
+    random_states: dict[str, Tensor]
+    """Device -> state of its random number generator; replicas share them."""
     outer: dict[Any, Any] | None = None
-    """What an outer optimizer keeps."""
+    """The state of the outer optimizer."""
 
     @property
-    def seen(self) -> SnapshotView:
-        return SnapshotView(self.weights, self.buffers)
+    def model(self) -> ModelCopy:
+        """The weights and buffers alone."""
+        return ModelCopy(self.weights, self.buffers)
 
-    def has_the_weights_of(self, other: "Snapshot") -> bool:
+    def has_weights_of(self, other: "Snapshot") -> bool:
+        """Whether both snapshots hold the same weights, whatever else they hold."""
         if [list(mine) for mine in self.weights] != [list(theirs) for theirs in other.weights]:
             return False
         return all(
@@ -50,128 +53,156 @@ class Snapshot(NamedTuple):
 
 
 class OffloadedTensor(NamedTuple):
-    """A tensor in the memory of the host, and where it belongs."""
+    """A tensor in host memory, with its device and its layout if it is a shard."""
 
     tensor: Tensor
-    home: torch.device
+    device: torch.device
     layout: Layout | None
-    """Of a shard."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "OffloadedTensor":
+        """Copy a tensor to host memory."""
         return cls(local(tensor).to("cpu", copy=True), tensor.device, layout(tensor))
 
-    def to_home_device(self) -> Tensor:
-        tensor = self.tensor.to(self.home, copy=True)
+    def to_device(self) -> Tensor:
+        """Copy the tensor back to its device."""
+        tensor = self.tensor.to(self.device, copy=True)
         return tensor if self.layout is None else self.layout.wrap(tensor)
 
 
-def take(
-    bodies: Sequence[ReplicaTensors],
+def take_snapshot(
+    local_tensors: Sequence[ReplicaTensors],
     outer: Optimizer | None = None,
     *,
     offload: bool = False,
-    alike: bool = False,
+    equal: bool = False,
 ) -> Snapshot:
-    """A copy of everything; with `offload` in the memory of the host. Replicas that are `alike`
-    have the same weights and buffers, which are kept once."""
-    optimizers = [body.optimizer for body in bodies] + ([] if outer is None else [outer])
-    states = _copied([one.state for one in optimizers], offload=offload)
+    """Copy everything that training changes.
+
+    Args:
+        local_tensors: The tensors of each replica of this process.
+        outer: The outer optimizer.
+        offload: Whether the copy lies in host memory.
+        equal: Whether replicas have the same weights and buffers: then one copy is taken.
+    """
+    optimizers = [tensors.optimizer for tensors in local_tensors]
+    everyone = optimizers + ([] if outer is None else [outer])
+    states = _copy_states([optimizer.state for optimizer in everyone], offload=offload)
     return Snapshot(
-        *seen(bodies[:1] if alike else bodies, offload=offload),
-        states[: len(bodies)],
-        [[_settings(group) for group in body.optimizer.param_groups] for body in bodies],
-        _draws(next(iter(bodies[0].parameters().values())).device),
+        *copy_model(local_tensors[:1] if equal else local_tensors, offload=offload),
+        states[: len(optimizers)],
+        [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers],
+        _random_states(next(iter(local_tensors[0].parameters().values())).device),
         None if outer is None else states[-1],
     )
 
 
 @torch.no_grad()
-def restore(
+def restore_snapshot(
     snapshot: Snapshot,
-    bodies: Sequence[ReplicaTensors],
+    local_tensors: Sequence[ReplicaTensors],
     outer: Optimizer | None = None,
     *,
-    draws: bool = True,
+    random_state: bool = True,
 ) -> None:
-    """Everything as it was, with `draws` also the random numbers that come next.
+    """Restore everything, with `random_state` also the random numbers that come next.
 
-    Learning rates are written by whoever steers. What was not there yet is left alone.
+    Learning rates stay as they are. Tensors that the snapshot does not hold stay as they are.
     """
-    show(snapshot.seen, bodies)
-    states = _copied([*snapshot.states, snapshot.outer or {}])
-    for place, body in enumerate(bodies):
-        body.optimizer.state.clear()
-        body.optimizer.state.update(states[place])
-        for group, settings in zip(
-            body.optimizer.param_groups, snapshot.settings[place], strict=True
-        ):
-            for name, value in settings.items():
-                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                    group[name].copy_(value)  # compiled and captured steps know it by its place
-                else:
-                    group[name] = copy.deepcopy(value)
+    write_model(snapshot.model, local_tensors)
+    states = _copy_states([*snapshot.states, snapshot.outer or {}])
+    for index, tensors in enumerate(local_tensors):
+        _restore_optimizer(tensors.optimizer, states[index], snapshot.settings[index])
     if outer is not None and snapshot.outer is not None:
         outer.state.clear()
         outer.state.update(states[-1])
-    if draws:
-        for device, state in snapshot.draws.items():
+    if random_state:
+        for device, state in snapshot.random_states.items():
             if device == "cpu":
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, device)
 
 
-def seen(bodies: Sequence[ReplicaTensors], *, offload: bool = False) -> SnapshotView:
-    """A copy of weights and buffers; with `offload` in the memory of the host."""
+def _restore_optimizer(
+    optimizer: Optimizer, state: dict[Any, Any], settings_of_groups: list[dict[str, Any]]
+) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, settings in zip(optimizer.param_groups, settings_of_groups, strict=True):
+        for name, value in settings.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                group[name].copy_(value)  # compiled and captured steps hold on to the tensor
+            else:
+                group[name] = copy.deepcopy(value)
 
-    def kept(named: Tensors) -> Tensors:
+
+def copy_model(local_tensors: Sequence[ReplicaTensors], *, offload: bool = False) -> ModelCopy:
+    """Copy weights and buffers; with `offload` to host memory."""
+
+    def copied(named: Tensors) -> Tensors:
         once = {name: tensor.detach() for name, tensor in _once(named).items()}
         if offload:
             return {name: tensor.to("cpu", copy=True) for name, tensor in once.items()}
         return dict(zip(once, copies(list(once.values())), strict=True))
 
-    return SnapshotView(
-        [kept(body.shards()) for body in bodies], [kept(b.buffers()) for b in bodies]
+    return ModelCopy(
+        [copied(tensors.shards()) for tensors in local_tensors],
+        [copied(tensors.buffers()) for tensors in local_tensors],
     )
 
 
 @torch.no_grad()
-def show(what: SnapshotView, bodies: Sequence[ReplicaTensors]) -> None:
-    """The weights and buffers that were kept, once for all or one for each; optimizers know nothing
-    of it."""
-    times = len(bodies) // len(what.weights)
-    rows = zip(what.weights * times, what.buffers * times, bodies, strict=True)
-    for weights, buffers, body in rows:
-        for kept, named in ((weights, body.shards()), (buffers, body.buffers())):
+def write_model(model: ModelCopy, local_tensors: Sequence[ReplicaTensors]) -> None:
+    """Write copied weights and buffers back; optimizers stay as they are.
+
+    A copy of a single replica is written to all.
+    """
+    times = len(local_tensors) // len(model.weights)
+    rows = zip(model.weights * times, model.buffers * times, local_tensors, strict=True)
+    for weights, buffers, tensors in rows:
+        for kept, named in ((weights, tensors.shards()), (buffers, tensors.buffers())):
             known = [name for name in kept if name in named]
             copy_all([named[n].detach() for n in known], [kept[n] for n in known])
 
 
-def _copied(states: Sequence[Mapping[Any, Any]], *, offload: bool = False) -> list[dict[Any, Any]]:
-    """What optimizers keep; with `offload` in the memory of the host, else on its device, also if
-    it was away. Stacked replicas may share one state: then its copy is shared, too."""
-    kept = [value for state in states for value in state.values() if isinstance(value, dict)]
-    entries = {id(entry): entry for value in kept for entry in value.values()}
-    shifted_by: dict[int, Any] = {}
-    if offload:
-        shifted_by = {
-            key: OffloadedTensor.of(e) for key, e in entries.items() if isinstance(e, Tensor)
-        }
-    else:
-        plain = {key: e for key, e in entries.items() if _is_plain(e)}
-        owners = Counter(entry.untyped_storage().data_ptr() for entry in plain.values())
-        # The others one by one, and together if they lie in one memory.
-        here = {k: e for k, e in plain.items() if owners[e.untyped_storage().data_ptr()] == 1}
-        shifted_by = dict(zip(here, copies(list(here.values())), strict=True))
-        shifted_by |= {
-            key: e.to_home_device() for key, e in entries.items() if isinstance(e, OffloadedTensor)
-        }
-    return [{k: copy.deepcopy(value, shifted_by) for k, value in state.items()} for state in states]
+def _copy_states(
+    states: Sequence[Mapping[Any, Any]], *, offload: bool = False
+) -> list[dict[Any, Any]]:
+    """Copy optimizer states; with `offload` to host memory, else to the devices of their tensors.
+
+    Stacked replicas may share one state: then they share its copy, too.
+    """
+    values = [value for state in states for value in state.values() if isinstance(value, dict)]
+    entries = {id(entry): entry for value in values for entry in value.values()}
+    # deepcopy takes the entries that it finds here instead of copying them itself.
+    copied = _offloaded(entries) if offload else _copied_on_device(entries)
+    return [{k: copy.deepcopy(value, copied) for k, value in state.items()} for state in states]
+
+
+def _offloaded(entries: Mapping[int, Any]) -> dict[int, Any]:
+    return {
+        key: OffloadedTensor.of(entry)
+        for key, entry in entries.items()
+        if isinstance(entry, Tensor)
+    }
+
+
+def _copied_on_device(entries: Mapping[int, Any]) -> dict[int, Any]:
+    """Copies of plain tensors, in few launches, and of offloaded ones.
+
+    deepcopy handles the others, and keeps shared memory shared.
+    """
+    plain = {key: entry for key, entry in entries.items() if _is_plain(entry)}
+    owners = Counter(entry.untyped_storage().data_ptr() for entry in plain.values())
+    alone = {k: e for k, e in plain.items() if owners[e.untyped_storage().data_ptr()] == 1}
+    copied = dict(zip(alone, copies(list(alone.values())), strict=True))
+    returned = {k: e.to_device() for k, e in entries.items() if isinstance(e, OffloadedTensor)}
+    return copied | returned
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether it is a tensor and nothing else."""
+    """Whether an entry is a dense tensor without gradient, attributes or a class of its own."""
     if type(entry) is not Tensor or entry.layout is not torch.strided:
         return False
     return not (entry.requires_grad or vars(entry))
@@ -181,8 +212,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "lr")}
 
 
-def _draws(device: torch.device) -> dict[str, Tensor]:
-    """The random states of the host and of the device."""
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random number generators of the host and of the device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states[str(device)] = torch.cuda.get_rng_state(device)
@@ -190,7 +221,7 @@ def _draws(device: torch.device) -> dict[str, Tensor]:
 
 
 def _once(named: Tensors) -> Tensors:
-    """Tied tensors under one of their names."""
+    """Each tensor under the first of its names."""
     names: dict[int, str] = {}
     for name, tensor in named.items():
         names.setdefault(id(tensor), name)

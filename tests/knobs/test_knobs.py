@@ -161,7 +161,7 @@ def train_plainly(which: str, gradients: str, steps: int) -> list[list[Tensor]]:
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("which", list(SETS))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_replica_trains_with_its_own_values(
+def test_every_replica_trains_with_its_own_knob_values(
     processes: Processes, engine: str, which: str, gradients: str
 ) -> None:
     steps = 3 * T
@@ -180,7 +180,7 @@ def test_every_replica_trains_with_its_own_values(
 # On one device, in short -----------------------------------------------------------------------
 
 
-def test_groups_move_together_or_alone_and_those_without_decay_stay_without() -> None:
+def test_weight_decay_groups_are_shared_or_separate_and_zero_stays_zero() -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         a, b, c, _ = model.parameters()
         groups = [
@@ -206,12 +206,12 @@ def test_groups_move_together_or_alone_and_those_without_decay_stay_without() ->
     assert len(set(one.each("weight_decay", 1))) > 1
 
 
-def test_values_are_clamped_after_the_spread() -> None:
+def test_replica_values_are_clamped_to_the_bounds() -> None:
     run = Run([hdet.weight_decay(bounds=(0.09, 0.11))])
     assert set(run.each("weight_decay")) == {0.09, 0.11}
 
 
-def test_a_knob_has_a_schedule_of_its_own() -> None:
+def test_a_knob_follows_its_own_schedule() -> None:
     run = Run([hdet.weight_decay(spread=0.0, schedule=lambda step: 1 / (1 + step))])
     seen = [run.each("weight_decay")[0]]
     for _ in range(4):
@@ -229,7 +229,7 @@ def held_then_cycled(optimizer: Any) -> SequentialLR:
 
 
 @pytest.mark.parametrize("base", [cycled, held_then_cycled])
-def test_momentum_is_explored_around_the_cycle_of_its_schedule(base: Callable[..., Any]) -> None:
+def test_momentum_is_explored_around_the_scheduled_momentum(base: Callable[..., Any]) -> None:
     run = Run([hdet.momentum(spread=0.5)], base=base, total_steps=30)
     plain = adamw(tiny())
     schedule = base(plain)
@@ -258,7 +258,7 @@ def test_beta2_is_explored_while_the_schedule_cycles_beta1() -> None:
     assert len({beta2 for _, beta2 in betas}) == 2
 
 
-def test_a_knob_of_ones_own_gets_a_number_or_one_for_each_replica() -> None:
+def test_a_user_knob_gets_a_number_or_one_value_per_replica() -> None:
     strength = torch.zeros(4)
     turn: Any = strength.copy_
     knob = hdet.Knob("strength", lambda: strength, turn, bounds=(-1.0, 1.0), spread=0.2)
@@ -318,7 +318,7 @@ def test_a_tensor_learning_rate_makes_the_other_settings_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_the_step_of_a_compiled_optimizer_is_compiled_once() -> None:
+def test_a_compiled_optimizer_step_with_knobs_compiles_once() -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -370,7 +370,7 @@ def test_a_run_with_knobs_resumes_bit_for_bit() -> None:
     assert first.each("weight_decay") == again.each("weight_decay")
 
 
-def test_whichever_is_loaded_last_the_values_are_those_of_the_run() -> None:
+def test_loading_an_optimizer_state_keeps_the_values_of_each_replica() -> None:
     run = steered().go(4 * T)
     values = run.each("weight_decay")
     state = run.optimizer.state_dict()
@@ -379,7 +379,7 @@ def test_whichever_is_loaded_last_the_values_are_those_of_the_run() -> None:
     assert run.each("weight_decay") == values
 
 
-def test_sensitivity_is_a_slope_with_its_interval() -> None:
+def test_sensitivity_gives_a_slope_with_its_interval() -> None:
     run = steered()
     assert run.scheduler.sensitivity() == {}
     run.go(6 * T)
@@ -391,7 +391,7 @@ def test_sensitivity_is_a_slope_with_its_interval() -> None:
         assert one.error > 0
 
 
-def test_the_record_tells_of_every_knob(tmp_path: Path) -> None:
+def test_the_record_holds_every_knob(tmp_path: Path) -> None:
     from hdet.records.reader import read
 
     steered(tmp_path).go(6 * T)
@@ -410,7 +410,7 @@ def test_the_record_tells_of_every_knob(tmp_path: Path) -> None:
     assert reasons <= {"up", "down", "abstain"}
 
 
-def test_a_state_of_other_knobs_is_refused() -> None:
+def test_loading_a_state_with_other_knobs_is_refused() -> None:
     state = steered().scheduler.state_dict()
     with pytest.raises(ValueError, match=r"must hold the knobs \['weight_decay'\], got"):
         Run([hdet.weight_decay()]).scheduler.load_state_dict(state)
@@ -439,12 +439,12 @@ def stuck() -> hdet.Knob:
         (["lr"], "`knobs` must be knobs such as"),
     ],
 )
-def test_bad_knobs_are_refused(knobs: list[Any], words: str) -> None:
+def test_invalid_knobs_are_refused(knobs: list[Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         Run(knobs)
 
 
-def test_bounds_are_needed_for_a_knob_of_ones_own() -> None:
+def test_missing_or_invalid_knob_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="bounds"):
         hdet.Knob("x", lambda: 1.0, lambda value: None)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="must contain 1"):
@@ -457,12 +457,12 @@ def test_bounds_are_needed_for_a_knob_of_ones_own() -> None:
         hdet.Knob("x", 1.0, lambda value: None, bounds=(0, 1))  # type: ignore[arg-type]
 
 
-def test_an_optimizer_without_the_setting_is_refused() -> None:
+def test_a_knob_on_a_setting_that_the_optimizer_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="needs an optimizer with 'betas' in its groups, got SGD"):
         Run([hdet.betas(beta1=None)], optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
 
 
-def test_more_knobs_than_replicas_can_tell_apart_take_turns() -> None:
+def test_knobs_take_turns_if_there_are_too_few_replicas() -> None:
     knobs = [hdet.lr(shared=True, spread=0.1), hdet.weight_decay(), hdet.eps(), hdet.momentum()]
     with pytest.warns(UserWarning, match="4 replicas can tell 3 knob.s. apart, got 4: they take"):
         run = Run(knobs, controller=hdet.Tracker())
@@ -478,14 +478,14 @@ def test_more_knobs_than_replicas_can_tell_apart_take_turns() -> None:
     ]
 
 
-def test_too_many_random_permutations_are_told_as_well() -> None:
+def test_too_many_knobs_for_permutations_warn() -> None:
     knobs = [hdet.lr(shared=True, spread=0.1), hdet.weight_decay()]
     with pytest.warns(UserWarning, match="apart, got 2: none will move"):
         Run(knobs, num=2, controller=hdet.Tracker(), design="permutation")
     Run(knobs, num=2, controller=hdet.PaperController())
 
 
-def test_a_dial_that_nothing_reads_is_an_error() -> None:
+def test_a_dial_that_no_code_reads_raises() -> None:
     class Manual(Tiny):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.up(x)
@@ -517,11 +517,11 @@ def refuse_in_processes(rank: int) -> str:
     return ""
 
 
-def test_all_processes_refuse_together(processes: Processes) -> None:
+def test_a_knob_without_effect_is_refused_on_all_processes(processes: Processes) -> None:
     assert all("must take effect" in told for told in processes(2, refuse_in_processes))
 
 
-def test_other_knobs_on_another_replica_are_an_error(processes: Processes) -> None:
+def test_different_knobs_on_two_replicas_are_refused(processes: Processes) -> None:
     told = processes(2, differing_knobs)
     assert all(
         "replicas must be alike: `knobs.0.spread` is 0.5 on replica 0 and 0.7" in t for t in told
@@ -542,7 +542,7 @@ def differing_knobs(rank: int) -> str:
     return ""
 
 
-def test_paper_steers_every_knob_by_its_softmax() -> None:
+def test_paper_controller_moves_every_knob_by_its_softmax() -> None:
     """h <- h + lambda (1 - beta) (sum w h - mean h) after one cycle (Remark 1)."""
     run = Run([hdet.weight_decay()], controller=hdet.PaperController(temperature=0.01))
     values = run.each("weight_decay")
@@ -581,7 +581,7 @@ def consult(rank: int) -> list[float]:
     return [before, inside, float(dial())]
 
 
-def test_the_consensus_has_the_values_of_the_centre(processes: Processes) -> None:
+def test_dials_have_the_centre_value_inside_consensus(processes: Processes) -> None:
     answers = processes(2, consult)
     assert [inside for _, inside, _ in answers] == [1.0, 1.0]
     assert sorted(before for before, _, _ in answers) == pytest.approx([1 / 3, 3.0])
@@ -627,25 +627,25 @@ def test_learning_rates_that_are_not_explored_keep_their_schedule() -> None:
     assert [lrs[1] for lrs in partly] == pytest.approx([lrs[1] for lrs in want])
 
 
-def test_bounds_hold_for_learning_rates_too() -> None:
+def test_learning_rates_are_clamped_to_their_bounds() -> None:
     run = Run([hdet.lr(spread=0.5, bounds=(0.9, 1.1))], controller=hdet.PaperController())
     assert sorted(run.each("lr")) == pytest.approx([0.045, 0.045, 0.055, 0.055])
 
 
 @pytest.mark.parametrize("spread", [-0.5, "x", 2.0])
-def test_a_learning_rate_cannot_become_negative(spread: Any) -> None:
+def test_spreads_that_allow_negative_learning_rates_are_refused(spread: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="`spread` must be"):
         Run([hdet.lr(spread=spread)], controller=hdet.PaperController())
 
 
-def test_a_setter_without_effect_is_found_when_its_turn_comes() -> None:
+def test_a_knob_without_effect_raises_when_its_turn_comes() -> None:
     with pytest.warns(UserWarning, match="take turns"):
         run = Run([hdet.weight_decay(), stuck()], num=2, controller=hdet.Tracker())
     with pytest.raises(ValueError, match="knob 'stuck' must take effect"):
         run.go(2 * T)
 
 
-def test_knobs_that_take_turns_move_all_the_same() -> None:
+def test_knobs_that_take_turns_all_move() -> None:
     """Two replicas tell one knob apart: how slopes vary is known from its turn before."""
     dials = [hdet.Dial(4.0), hdet.Dial(4.0)]
     knobs = [
@@ -669,18 +669,18 @@ def test_two_knobs_on_one_dial_are_refused() -> None:
         Run(knobs, num=4)
 
 
-def test_momentum_starts_where_its_schedule_does() -> None:
+def test_momentum_starts_at_the_scheduled_momentum() -> None:
     knobs = [hdet.momentum(bounds=(0.92, 0.99))]  # the optimizer's own is 0.9
     assert Run(knobs, base=cycled, total_steps=30).scheduler.get_knobs()["momentum"] == 0.95
 
 
 @pytest.mark.parametrize("bounds", [5, (1.0,), None])
-def test_bounds_of_learning_rates_are_two_numbers(bounds: Any) -> None:
+def test_bounds_of_lr_that_are_not_two_numbers_are_refused(bounds: Any) -> None:
     with pytest.raises(TypeError, match="`bounds` of knob 'lr' must be two numbers"):
         hdet.lr(bounds=bounds)
 
 
-def test_a_dial_needs_no_preparation_to_be_a_knob() -> None:
+def test_a_dial_can_be_passed_as_a_knob_directly() -> None:
     dial = hdet.Dial(0.5)
     knob = hdet.Knob("x", dial.get, dial.set, bounds=(0.0, 1.0))
     run = Run([knob], num=2)
@@ -689,7 +689,7 @@ def test_a_dial_needs_no_preparation_to_be_a_knob() -> None:
         run.go(T)
 
 
-def test_tighter_bounds_pull_a_loaded_value_in() -> None:
+def test_a_loaded_value_is_clamped_to_tighter_bounds() -> None:
     run = Run([hdet.weight_decay(bounds=(1e-3, 10.0))])
     state = run.scheduler.state_dict()
     state["knobs"][0]["scale"] = 5.0
@@ -699,7 +699,7 @@ def test_tighter_bounds_pull_a_loaded_value_in() -> None:
 
 
 @pytest.mark.parametrize("name", ["weights", "lr/weights"])
-def test_a_knob_named_like_a_group_is_refused(name: str) -> None:
+def test_a_knob_with_the_name_of_a_group_is_refused(name: str) -> None:
     state = {"x": 0.5}
     knob = hdet.Knob(name, lambda: state["x"], lambda v: state.update(x=v), bounds=(0, 1))
     with pytest.raises(ValueError, match="names that no parameter group has"):
@@ -708,7 +708,7 @@ def test_a_knob_named_like_a_group_is_refused(name: str) -> None:
         Run([hdet.lr(groups=["weights", "weights"])])
 
 
-def test_a_second_run_has_the_settings_of_the_first_ones_start() -> None:
+def test_a_second_scheduler_restores_the_settings_before_the_first() -> None:
     run = Run([hdet.weight_decay()])
     base = ConstantLR(run.optimizer, factor=1.0)
     hdet.HDET(base, model=run.model, replicas=run.ensemble, controller=None, preset="paper")
@@ -716,7 +716,7 @@ def test_a_second_run_has_the_settings_of_the_first_ones_start() -> None:
     assert run.each("weight_decay") == [0.1] * 4
 
 
-def test_clipping_minds_what_is_still_scaled() -> None:
+def test_gradient_clip_respects_the_scale_of_grad_scaler() -> None:
     """A fused optimizer takes GradScaler's scale out in its step, after gradients are clipped."""
     shifted_by = []
     for fused in (False, True):
@@ -759,12 +759,14 @@ def test_clipping_minds_what_is_still_scaled() -> None:
         ),
     ],
 )
-def test_odd_input_is_told_in_words(make: Callable[[], Any], words: str) -> None:
+def test_unusual_knob_arguments_are_refused_with_a_clear_message(
+    make: Callable[[], Any], words: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make()
 
 
-def test_what_acts_in_training_alone_needs_gradients_of_its_own() -> None:
+def test_dropout_knob_with_a_probe_and_shared_gradients_warns() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2))
     knobs = [hdet.dropout(model)]
     ensemble = hdet.StackedReplicas(model, 4)
@@ -799,7 +801,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [hdet.dropout, hdet.attention_temperature])
-def test_what_is_put_into_a_model_after_it_was_stacked_is_refused(make: Any) -> None:
+def test_a_knob_for_a_model_that_was_stacked_before_is_refused(make: Any) -> None:
     model = Attends()
     hdet.StackedReplicas(model, 2)
     with pytest.raises(ValueError, match=r"before hdet\.StackedReplicas copies it"):
@@ -811,7 +813,7 @@ def test_what_is_put_into_a_model_after_it_was_stacked_is_refused(make: Any) -> 
     make(hdet.StackedReplicas(Attends(), 2).consensus())
 
 
-def test_the_temperature_of_a_ddp_model_is_that_of_its_module(processes: Processes) -> None:
+def test_attention_temperature_acts_on_the_module_inside_of_ddp(processes: Processes) -> None:
     for trained, probed in processes(2, tempered):
         assert trained == pytest.approx(probed)
 
@@ -826,13 +828,13 @@ def tempered(rank: int) -> tuple[float, float]:
         return float(model(x).square().sum()), float(model.module(x).square().sum())
 
 
-def test_groups_of_attention_must_lie_beside_each_other() -> None:
+def test_nested_groups_of_attention_temperature_are_refused() -> None:
     model = nn.Sequential(nn.Sequential(Attends()))
     with pytest.raises(ValueError, match=r"'0\.0' inside of '0'"):
         hdet.attention_temperature(model, groups=["0", "0.0"], shared=False)
 
 
-def test_a_linear_space_spreads_over_a_tenth_of_its_bounds() -> None:
+def test_default_spread_in_a_linear_space_is_a_tenth_of_the_bounds() -> None:
     linear: Any = {"space": "linear"}
     assert hdet.dropout(Attends(), bounds=(0.0, 0.5), **linear).spread == 0.05
     assert hdet.weight_decay(bounds=(0.0, 0.2), **linear).spread == pytest.approx(0.02)
@@ -840,7 +842,7 @@ def test_a_linear_space_spreads_over_a_tenth_of_its_bounds() -> None:
     assert hdet.weight_decay(spread=0.3).spread == 0.3
 
 
-def test_a_dropout_of_ones_own_class_is_told() -> None:
+def test_a_subclass_of_dropout_stays_with_a_warning() -> None:
     class Mine(nn.Dropout):
         pass
 
@@ -848,7 +850,7 @@ def test_a_dropout_of_ones_own_class_is_told() -> None:
         hdet.dropout(nn.Sequential(nn.Dropout(0.1), Mine(0.1)))
 
 
-def test_a_copy_of_a_model_has_its_dial_at_the_centre() -> None:
+def test_a_consensus_copy_has_its_dial_at_the_centre() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 3)
@@ -868,7 +870,7 @@ def test_a_copy_of_a_model_has_its_dial_at_the_centre() -> None:
     assert float(copied.scale()) == 2.0
 
 
-def test_what_only_a_probe_reads_has_no_effect_on_training() -> None:
+def test_a_dial_that_only_the_probe_reads_raises() -> None:
     model, criterion = nn.Linear(3, 3), nn.CrossEntropyLoss(label_smoothing=0.1)
     replicas = hdet.StackedReplicas(model, 2)
     optimizer = replicas.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -893,14 +895,14 @@ def test_what_only_a_probe_reads_has_no_effect_on_training() -> None:
             scheduler.step(losses.detach())
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_knobs_accept_numpy_numbers() -> None:
     box = {"mine": np.float32(0.5)}
     knob = hdet.Knob("mine", lambda: box["mine"], lambda v: box.update(mine=v), bounds=(0.0, 1.0))
     one: Any = np.float32(1.0)
     Run([knob, hdet.weight_decay(schedule=lambda step: one)]).go(1)
 
 
-def test_what_is_no_number_is_told_by_its_name() -> None:
+def test_get_or_schedule_without_a_number_raises_with_the_knob_name() -> None:
     nothing = hdet.Knob("mine", lambda: None, lambda value: None, bounds=(0.0, 1.0))
     with pytest.raises(TypeError, match="`get` of knob 'mine' must return a number"):
         Run([nothing])
