@@ -35,7 +35,7 @@ from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import observations_of_round
 from hdet.lr_search.plan import Search
-from hdet.lr_search.reasons import NOTHING_FOUND
+from hdet.lr_search.reasons import Reason, describe
 from hdet.lr_search.transfer import GradientNorms, peak_over_mean
 from hdet.scheduler.schedule_clock import ScheduleClock
 
@@ -577,7 +577,7 @@ def with_scout(
             "edge": search.lowest_lost,
             "explosion": search.divergence,
             "found": search.found,
-            "reason": search.reason,
+            "reason": describe(search.reasons),
             "returns": watch.returns[row] if watch is not None else 0,
         }
         for row, search in enumerate(searches)
@@ -595,7 +595,7 @@ def rescued(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
     watched = []
     for place, (run, search) in enumerate(zip(runs, looks, strict=True)):
         begin = beginning(bench, search)
-        if not is_far_off(begin.factor) or begin.factor > 1 or begin.why == NOTHING_FOUND:
+        if not is_far_off(begin.factor) or begin.factor > 1 or begin.reason is Reason.NOTHING_FOUND:
             watched.append(place)
             legs[place] = legs[place]._replace(peaks=(run.lr,) * len(legs[place].peaks))
     stuck = stuck_at(bench, legs) if watched else []  # a single row has no rule for vmap

@@ -11,6 +11,7 @@ from hdet.control.knob_state import KnobState
 from hdet.control.regression import Slope
 from hdet.control.replica_health import ReplicaHealth
 from hdet.lr_search.estimator import Estimate
+from hdet.lr_search.reasons import describe
 from hdet.scheduler.search_trial import SearchTrial
 
 
@@ -22,7 +23,7 @@ def search_event(
     return {
         "event": "scout",
         "step": step,
-        "late": trial.late,
+        "late": trial.trigger.is_mid_run,
         "by": trial.by,
         "points": [point._asdict() for point in search.points],
         "close": [point._asdict() for point in search.refined_observations],
@@ -30,10 +31,10 @@ def search_event(
         "peaks": dict(peaks),
         "found": search.found,
         "factor": None if begin is None else begin.factor,
-        "why": "" if begin is None else begin.why,
+        "why": "" if begin is None else begin.text,
         "edge": search.lowest_lost,
         "explosion": search.divergence,
-        "reason": search.reason,
+        "reason": describe(search.reasons),
     }
 
 

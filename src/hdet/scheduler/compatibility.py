@@ -11,8 +11,8 @@ from torch.optim import Adagrad
 from hdet.control.knob_bank import KnobBank
 from hdet.control.paper import PaperController
 from hdet.knobs.specs import DialKnob, LearningRate
+from hdet.lr_search.budget import check_room, sweep_steps
 from hdet.lr_search.constants import MIN_LOSS_ROUND_STEPS, MIN_MEAN_SHARE
-from hdet.lr_search.plan import check_room, sweep_steps
 from hdet.lr_search.scout import Scout
 from hdet.replicas.device_mesh import is_sharded
 from hdet.replicas.error_feedback import AllToAll

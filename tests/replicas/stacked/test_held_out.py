@@ -243,7 +243,7 @@ def test_points_of_other_batches_are_moved_to_those_of_before() -> None:
     assert trial is not None
     assert trial.held_out is not None
     before = outset_of(trial.held_out)
-    trial.search._start_scores = [before - 5.0]  # as if the first rounds had easier ones
+    trial.search.log.start_scores = [before - 5.0]  # as if the first rounds had easier ones
     one.go(STEPS)
     for replica, point in enumerate(trial.search.points):
         want = float(alone(replica, point.factor)) - 5.0
