@@ -338,9 +338,9 @@ class Lookout:
     def _judge(self, row: int, loss: float, error: float | None, finite: bool) -> None:
         watch = self._watches[row]
         assert self._first is not None
-        watch.begin(self._first[row])
+        watch.set_first_loss(self._first[row])
         sound = finite and math.isfinite(loss)
-        reason = watch.spiked(loss, error) if sound else watch.lost("not finite")
+        reason = watch.check_cycle(loss, error) if sound else watch.record_failure("not finite")
         if reason is None:
             self.scales[row] *= watch.scale_correction
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
@@ -349,10 +349,10 @@ class Lookout:
         self.returns[row] += 1
         for kept, tensor in zip(self._kept, self._tensors(), strict=True):
             tensor[row] = kept[row]
-        if watch.gives_up:
+        if watch.is_out_of_retries:
             self.stopped.add(row)
             self.scales[row] = 0.0
-        self.scales[row] *= watch.factor()
+        self.scales[row] *= watch.scale_factor()
 
 
 # hdet -----------------------------------------------------------------------------------------
@@ -628,7 +628,7 @@ def stuck_at(bench: Bench, runs: Sequence[Leg]) -> list[int | None]:
         means.add(losses)
         if now == 0:
             for watch, loss in zip(watches, losses.tolist(), strict=True):
-                watch.begin(loss)
+                watch.set_first_loss(loss)
         steps = [run.begin + now + 1 for run in runs]
         ends = [row for row, step in enumerate(steps) if step % SYNC_EVERY == 0]
         finite = fleet.weights.isfinite().all(1).tolist() if ends else []

@@ -9,6 +9,7 @@ import pytest
 
 import hdet
 from hdet.control.controller import Evidence, Move, ScaleState
+from hdet.control.controller_loop import move_against_each_other
 from hdet.control.knob_bank import KnobBank
 from hdet.control.knob_state import KnobInfo
 from hdet.control.regression import Slope
@@ -129,7 +130,9 @@ def test_the_mean_stays_where_one_is_at_its_bound() -> None:
             Move(knob.state._replace(scale=knob.state.scale * by), 0.0, "up", "by hand")
             for knob, by in zip(knob_bank.knobs, (1.5, 1.0, 1.2), strict=True)
         ]
-        for knob, move in zip(knob_bank.knobs, knob_bank._against_each_other(moves), strict=True):
+        for knob, move in zip(
+            knob_bank.knobs, move_against_each_other(knob_bank.knobs, moves), strict=True
+        ):
             knob.state = move.state
     scales = [knob.state.scale for knob in knob_bank.knobs]
     assert math.prod(scales) == pytest.approx(1.0)

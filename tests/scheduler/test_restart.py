@@ -26,7 +26,7 @@ RESTART = hdet.Scout(restart=True, share=0.1)  # short runs
 def stuck_after(losses: list[float], error: float | None, first: float) -> int | None:
     """The number of cycles after which a run is found to be stuck."""
     watch = StallDetector()
-    watch.begin(first)
+    watch.set_first_loss(first)
     found = (n for n, loss in enumerate(losses, start=1) if watch.reason(loss, error))
     return next(found, None)
 
@@ -62,7 +62,7 @@ def test_one_that_falls_is_not(losses: list[float], error: float) -> None:
 
 def test_without_losses_nothing_is_said() -> None:
     watch = StallDetector()
-    watch.begin(None)
+    watch.set_first_loss(None)
     assert watch.reason(None, None) is None
 
 

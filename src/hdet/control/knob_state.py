@@ -9,7 +9,9 @@ from hdet.control.regression import DecayedSlope, Slope
 from hdet.control.space import Space
 
 MIN_DEGREES_OF_FREEDOM = 2.0
-"""Below it an error may be tiny by chance, and its cycle would outweigh all others."""
+"""With fewer, an error may be tiny by chance, and its cycle would outweigh all others."""
+INTERVAL_IN_ERRORS = 1.96
+"""Half the width of a 95 % interval of a normal distribution, in standard errors."""
 
 
 class KnobInfo(NamedTuple):
@@ -24,17 +26,23 @@ class KnobInfo(NamedTuple):
 
 
 class Sensitivity(NamedTuple):
-    """How the score answers to a knob: d score / d position, over the last cycles."""
+    """How the score answers to a knob: d score / d position, over the last cycles.
+
+    Attributes:
+        slope: The mean slope of the last cycles.
+        error: Its standard error.
+        cycles: The number of cycles that count; old ones fade.
+    """
 
     slope: float
     error: float
     cycles: float
-    """So many cycles' worth of evidence, in which old ones fade."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the slope lies in 95 of 100 cases."""
-        return self.slope - 1.96 * self.error, self.slope + 1.96 * self.error
+        """The 95 % confidence interval of the slope."""
+        reach = INTERVAL_IN_ERRORS * self.error
+        return self.slope - reach, self.slope + reach
 
 
 @dataclass

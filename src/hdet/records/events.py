@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from hdet.control.controller import Move
-from hdet.control.knob_bank import CycleMoves
+from hdet.control.controller_loop import CycleMoves
 from hdet.control.knob_state import KnobState
 from hdet.control.regression import Slope
 from hdet.control.replica_health import ReplicaHealth

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad
 
+from hdet.control.controller import complete_controller
 from hdet.control.knob_bank import KnobBank
-from hdet.control.paper import PaperController
 from hdet.knobs.specs import DialKnob, LearningRate
 from hdet.lr_search.budget import check_room, sweep_steps
 from hdet.lr_search.constants import MIN_LOSS_ROUND_STEPS, MIN_MEAN_SHARE
@@ -241,8 +241,9 @@ def check_knobs(
                 f"`knobs` must have names that no parameter group has, got {knob.name!r}."
             )
     most, num = num_replicas - 1, knob_bank.num_spread
-    # The paper's rule looks at each knob alone; any other must tell them apart.
-    alone = isinstance(settings.controller, PaperController | None)
+    controller = settings.controller
+    # A controller that wants permutations judges each knob alone; any other tells them apart.
+    alone = controller is None or complete_controller(controller).default_design == "permutation"
     if num <= most or most == 0 or (alone and settings.design == "permutation"):
         return
     remedy = f"they take turns, {most} in every cycle."
