@@ -76,7 +76,7 @@ class Exploration:
 
 
 def num_cycles(num_steps: int, sync_every: int) -> int:
-    """Cycles of so many steps; the last cycle may be short.
+    """Cycles in a number of steps; the last cycle may be short.
 
     >>> num_cycles(100, 50), num_cycles(101, 50)
     (2, 3)

@@ -78,9 +78,11 @@ class Tracker(BaseController):
         mass = self.momentum**2 * state.mass + 1
         state = state._replace(pull=pull, mass=mass)
         sure = pull / math.sqrt(mass)
-        told = f"slope {slope:+.3g} ± {error:.2g}: {sure:+.1f} standard errors"
+        evidence_text = f"slope {slope:+.3g} ± {error:.2g}: {sure:+.1f} standard errors"
         if abs(sure) < self.threshold:
-            move = decay_only(state, f"abstained: {told}, fewer than {self.threshold:g}", "abstain")
+            move = decay_only(
+                state, f"abstained: {evidence_text}, fewer than {self.threshold:g}", "abstain"
+            )
             return move._replace(hypergradient=-slope, error=error)
         reach = self._reach(state, sure)
         decayed = state.scale * (1 - state.decay)
@@ -96,7 +98,7 @@ class Tracker(BaseController):
             ),
             hypergradient=-slope,
             decision=direction(scale, decayed),
-            reason=told + (", at its bound" if at_bound else ""),
+            reason=evidence_text + (", at its bound" if at_bound else ""),
             error=error,
         )
 

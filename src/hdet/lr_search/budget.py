@@ -58,11 +58,11 @@ class StepBudget:
         """The steps that were used when the refinement started."""
 
     def fits(self, num_steps: int) -> bool:
-        """Whether so many steps more stay within the limit."""
+        """Whether `num_steps` more stay within the limit."""
         return self.used + num_steps <= self.limit
 
     def left_after(self, num_steps: int) -> float:
-        """The steps that are left when so many more are taken."""
+        """The steps that are left after `num_steps` more."""
         return self.limit - self.used - num_steps
 
     def refine_steps(self, num_rounds: int) -> int:

@@ -119,7 +119,7 @@ class Search:
         return (rounds - self._position.round) * self.num_steps
 
     def can_spare(self, num_steps: int) -> bool:
-        """Whether so many steps are a small part of what the planned rounds leave."""
+        """Whether `num_steps` are a small part of what the planned rounds leave."""
         left = self.budget.left_after(self._steps_ahead)
         return not self.is_over and HELD_OUT_BUDGET_SHARE * left >= num_steps
 
