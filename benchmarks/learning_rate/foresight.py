@@ -20,19 +20,12 @@ from benchmarks.learning_rate.methods.schedules import shape
 from benchmarks.learning_rate.regret import HDET, by, curve_of, loss_at, percent, quantile
 from benchmarks.result_file import RESULTS
 from benchmarks.zoo.entries import ENTRIES
-from hdet.lr_search.constants import REFINE_STEPS
-from hdet.lr_search.observations import Observation
-from hdet.lr_search.plan import sweep_steps
-from hdet.lr_search.reasons import CLOSELY
-from hdet.lr_search.response import divergence_threshold, judge_sweep, refine_choice
+from hdet.lr_search.budget import sweep_steps
+from hdet.lr_search.estimator import SearchContext, estimate
+from hdet.lr_search.observations import Observation, Observations
+from hdet.lr_search.response import judge_sweep
 from hdet.lr_search.scout import Scout
-from hdet.lr_search.transfer import (
-    RoundChoice,
-    batch_scaling,
-    extrapolate_to_horizon,
-    lr_floor,
-    peak_over_mean,
-)
+from hdet.lr_search.transfer import peak_over_mean
 
 
 class Foreseen(NamedTuple):
@@ -57,28 +50,22 @@ def foreseen(runs: Sequence[Mapping[str, Any]], method: str = HDET) -> Iterator[
 
 
 def choice(notes: Mapping[str, Any], optimizer: str, steps: int) -> float | None:
-    """As in `Search.begin_with`, from what was recorded."""
-    points = [Observation(*point) for point in notes["points"]]
-    outset = notes.get("outset", min(points).score)
-    rough = judge_sweep(points, outset)
-    if rough.factor is None or rough.shift:
+    """What the library estimates from what was recorded; None where it would look further."""
+    points = sorted(Observation(*point) for point in notes["points"])
+    refined = sorted(Observation(*point) for point in notes["close"])
+    start = notes.get("outset", points[0].score)
+    if judge_sweep(points, start).shift:
         return None
-    close = refine_choice([Observation(*point) for point in notes["close"]], rough)
-    assert close.factor is not None
-    coarse_length = sweep_steps(Scout(), steps, N)
-    length = notes["steps"] - coarse_length * _sweeps(len(points))
-    tried = RoundChoice(rough.factor, coarse_length), RoundChoice(close.factor, length)
-    found = close
-    if CLOSELY in close.reason:
-        found = close._replace(factor=extrapolate_to_horizon(*tried, REFINE_STEPS, notes["noise"]))
-    assert found.factor is not None
+    round_steps = sweep_steps(Scout(), steps, N)
     wave = shape("one cycle", steps, True)
-    peak = peak_over_mean(sum(wave.lrs) / steps)
-    wanted = found.factor * batch_scaling("auto", optimizer, N, notes["noise"]) * peak
-    highest = max(points).factor if found.lowest_lost is None else found.lowest_lost / 2
-    gain = rough.reference - min(point.score for point in points if point.score is not None)
-    lowest = lr_floor("auto", optimizer, divergence_threshold(points, rough.reference, gain)) * peak
-    return max(min(wanted, highest), found.factor, lowest)
+    context = SearchContext(
+        N,
+        optimizer,
+        sweep_steps=round_steps,
+        refine_steps=notes["steps"] - round_steps * _sweeps(len(points)),
+        peak=peak_over_mean(sum(wave.lrs) / steps),
+    )
+    return estimate(Observations(points, refined, start, notes["noise"]), context).factor
 
 
 def _sweeps(points: int) -> int:

@@ -17,7 +17,7 @@ def test_multipliers_are_those_of_the_paper() -> None:
     assert multipliers(2, 0.5) == (0.5, 1.5)
 
 
-def test_an_assignment_depends_on_seed_cycle_and_knob() -> None:
+def test_assignment_depends_on_seed_cycle_and_knob() -> None:
     first = assignment(8, seed=0, cycle=1, knob="lr/a")
     assert first == assignment(8, seed=0, cycle=1, knob="lr/a")
     others = [
@@ -35,12 +35,12 @@ def test_assignments_are_uniform() -> None:
     assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 20.5  # p = 0.001
 
 
-def test_an_assignment_draws_from_no_generator() -> None:
+def test_assignment_draws_from_no_random_generator() -> None:
     before = (random.getstate(), torch.get_rng_state())
     assignment(8, seed=0, cycle=1, knob="k")
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_without_a_cycle_the_multipliers_stand_in_order() -> None:
+def test_multipliers_without_a_cycle_are_in_the_order_of_the_replicas() -> None:
     assert spread_out(4, 0.3, seed=0, cycle=None, knob="k") == multipliers(4, 0.3)

@@ -23,7 +23,7 @@ def test_n_replicas_tell_n_minus_one_knobs_apart(num: int) -> None:
 
 
 @pytest.mark.parametrize("num", [2, 4, 8, 12, 16, 20, 24, 32])
-def test_two_levels_where_there_is_a_hadamard_matrix(num: int) -> None:
+def test_contrasts_have_two_levels_where_a_hadamard_matrix_exists(num: int) -> None:
     assert {level for column in contrasts(num) for level in column} == {-1.0, 1.0}
 
 
@@ -63,13 +63,13 @@ def test_a_latin_square_gives_every_replica_every_level_once() -> None:
         assert all(len({column[r] for column in seen}) == num for r in range(num))
 
 
-def test_no_replica_keeps_a_level_for_long() -> None:
+def test_no_replica_keeps_a_level_over_many_cycles() -> None:
     columns = [levels("orthogonal", 8, ["a"], seed=0, cycle=cycle)[0] for cycle in range(400)]
     for replica in range(8):
         assert abs(math.fsum(column[replica] for column in columns)) / 400 < 0.2
 
 
-def test_too_many_knobs_take_turns() -> None:
+def test_knobs_take_turns_if_there_are_more_than_replicas_tell_apart() -> None:
     names = list("abcde")
     turns = [0] * len(names)
     for cycle in range(10):
@@ -81,7 +81,7 @@ def test_too_many_knobs_take_turns() -> None:
     assert turns == [6] * 5
 
 
-def test_it_depends_on_the_arguments_alone() -> None:
+def test_levels_depend_on_the_arguments_alone() -> None:
     one = levels("orthogonal", 8, ["a", "b"], seed=1, cycle=4)
     assert one == levels("orthogonal", 8, ["a", "b"], seed=1, cycle=4)
     assert one != levels("orthogonal", 8, ["a", "b"], seed=2, cycle=4)

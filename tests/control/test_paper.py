@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 import hdet
 from hdet.control.controller import Evidence, ScaleState
@@ -22,19 +23,19 @@ def test_weights_never_overflow(losses: list[float]) -> None:
     assert weights[losses.index(min(losses))] == max(weights)
 
 
-def test_equal_losses_pull_nowhere() -> None:
+def test_equal_losses_have_no_hypergradient() -> None:
     weights = softmax_weights([3.0] * 4, 0.1)
     assert hypergradient(weights, [0.7, 0.9, 1.1, 1.3]) == pytest.approx(0, abs=1e-15)
 
 
-def test_without_signal_the_decay_ends_at_the_floor() -> None:
+def test_decay_without_signal_ends_at_the_floor() -> None:
     peak, floor, num_cycles = 9e-4, 9e-4 / (25 * 1e4), 57
     gamma = decay_rate(peak, floor, num_cycles)
     assert 0 < gamma < 1
     assert peak * (1 - gamma) ** num_cycles == pytest.approx(floor)
 
 
-def test_one_update_is_equation_7() -> None:
+def test_update_is_equation_7_of_the_paper() -> None:
     controller = hdet.PaperController(momentum=0.8, temperature=0.2, step_size=0.3)
     state = ScaleState(scale=0.5, velocity=0.01, decay=0.1)
     losses, factors = [1.0, 1.2], [0.45, 0.55]
@@ -48,7 +49,7 @@ def test_one_update_is_equation_7() -> None:
     assert (move.decision, "0.45" in move.reason) == ("up", True)
 
 
-def test_a_velocity_from_better_days_cannot_turn_the_scale_negative() -> None:
+def test_old_velocity_cannot_make_the_scale_negative() -> None:
     controller = hdet.PaperController()
     state = ScaleState(scale=1e-3, velocity=-0.5)
     for _ in range(50):
@@ -69,7 +70,9 @@ def test_a_velocity_from_better_days_cannot_turn_the_scale_negative() -> None:
         ("warmup_steps", -1, "`warmup_steps` must be at least 0, got -1."),
     ],
 )
-def test_a_bad_argument_names_itself(argument: str, value: float, words: str) -> None:
+def test_error_names_the_bad_argument_of_paper_controller(
+    argument: str, value: float, words: str
+) -> None:
     with pytest.raises(ValueError) as error:
         hdet.PaperController(**{argument: value})  # type: ignore[arg-type]
     assert str(error.value) == words
@@ -88,3 +91,17 @@ def test_the_error_of_the_hypergradient_follows_the_losses_to_first_order() -> N
         assert other.error is None
     want = sum((slope * error) ** 2 for slope, error in zip(slopes, errors, strict=True)) ** 0.5
     assert move.error == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "warmup_steps"),
+    [({}, 30), ({"pct_start": 0.25}, 25), ({"pct_start": 1.0}, 99), ({"warmup_steps": 7}, 7)],
+)
+def test_one_cycle_hands_over_to_the_controller_at_its_peak_by_default(
+    options: dict[str, float], warmup_steps: int
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = hdet.OneCycleHDET(optimizer, max_lr=0.1, total_steps=100, sync_every=10, **options)  # type: ignore[arg-type]
+    controller = scheduler._run.settings.controller
+    assert controller is not None
+    assert controller.warmup_steps == warmup_steps

@@ -25,7 +25,7 @@ def test_slopes_and_errors_are_those_of_least_squares(seed: int) -> None:
         assert slope.freedom == pytest.approx(5)
 
 
-def test_the_choice_of_batches_counts_as_noise_too() -> None:
+def test_error_includes_the_choice_of_batches() -> None:
     column = [-1.0, 1.0, -1.0, 1.0]
     per_batch = [1.0, 2.0, 6.0]
     scores = [[slope * level for slope in per_batch] for level in column]
@@ -49,7 +49,7 @@ def test_noise_is_pooled_over_cycles() -> None:
     assert abs(second.in_errors) > abs(first.in_errors)  # the same slope, better known
 
 
-def test_what_cannot_be_told_apart_has_no_slope() -> None:
+def test_knobs_with_equal_columns_have_no_slope() -> None:
     column = [-1.0, 1.0, -1.0, 1.0]
     other = [1.0, 1.0, -1.0, -1.0]
     still = [0.3] * 4
@@ -58,7 +58,7 @@ def test_what_cannot_be_told_apart_has_no_slope() -> None:
     assert [slope is None for slope in slopes] == [True, True, False, True]
 
 
-def test_without_a_degree_of_freedom_nothing_is_known_about_the_noise() -> None:
+def test_slopes_without_a_degree_of_freedom_have_no_error() -> None:
     columns = [list(column) for column in contrasts(4)]
     slopes = fit_slopes(columns, [[1.0], [2.0], [4.0], [8.0]]).slopes
     assert all(slope is not None and slope.error is None for slope in slopes)
@@ -68,7 +68,7 @@ def test_without_a_degree_of_freedom_nothing_is_known_about_the_noise() -> None:
 
 
 @pytest.mark.parametrize("num_knobs", [1, 6])
-def test_without_an_effect_few_slopes_look_sure(num_knobs: int) -> None:
+def test_slopes_of_knobs_without_effect_are_rarely_significant(num_knobs: int) -> None:
     """Also with one degree of freedom in a cycle, where errors are tiny by chance."""
     draw = random.Random(0)
     noise, sure, total = Noise(), 0, 0
@@ -84,7 +84,7 @@ def test_without_an_effect_few_slopes_look_sure(num_knobs: int) -> None:
     assert 0.01 < sure / total < 0.06  # 4.6 % of a normal variable
 
 
-def test_what_was_sure_once_does_not_outweigh_what_many_cycles_have_shown() -> None:
+def test_precise_first_slopes_do_not_outweigh_many_later_ones() -> None:
     recent_slope = DecayedSlope()
     for cycle in range(40):
         recent_slope = (
@@ -94,15 +94,13 @@ def test_what_was_sure_once_does_not_outweigh_what_many_cycles_have_shown() -> N
     assert 0.05 / 10 < recent_slope.error < 0.05
 
 
-def test_a_slope_without_noise_is_as_sure_as_can_be() -> None:
+def test_slope_without_noise_has_infinite_significance() -> None:
     assert Slope(1.0, 0.0).in_errors == math.inf
     assert Slope(0.0, 0.0).in_errors == 0.0
 
 
 @pytest.mark.parametrize(("num", "num_knobs"), [(2, 1), (4, 3), (4, 1)])
-def test_luck_of_the_replicas_is_noise_however_many_batches_agree_on_it(
-    num: int, num_knobs: int
-) -> None:
+def test_chance_of_replicas_is_noise_even_if_all_batches_agree(num: int, num_knobs: int) -> None:
     """As many knobs as replicas can tell apart leave no residual: then the cycles tell."""
     draw = random.Random(1)
     noise, before, sure, total = Noise(), [None] * num_knobs, 0, 0
@@ -124,7 +122,7 @@ def test_luck_of_the_replicas_is_noise_however_many_batches_agree_on_it(
     assert 0.005 < sure / total < 0.08
 
 
-def test_scores_that_are_all_the_same_are_no_evidence() -> None:
+def test_equal_scores_are_no_evidence() -> None:
     """Not even of rounding: what all have in common is taken away before anything is summed."""
     positions = [
         [0.1 * level - 2.3 for level in column] for column in ([-1, 1] * 4, [-1, -1, 1, 1] * 2)

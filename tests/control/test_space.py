@@ -16,14 +16,14 @@ SPACES = {
 
 
 @given(st.sampled_from(sorted(SPACES)), st.floats(0, 1))
-def test_a_position_leads_back_to_its_value(kind: str, share: float) -> None:
+def test_position_and_value_are_inverse(kind: str, share: float) -> None:
     space = SPACES[kind]
     value = space.low + share * (space.high - space.low)
     assert space.value(space.position(value)) == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
 @given(st.sampled_from(sorted(SPACES)), st.floats(0, 1), st.floats(-2000, 2000))
-def test_no_shift_leaves_the_bounds(kind: str, share: float, by: float) -> None:
+def test_shifted_value_stays_within_the_bounds(kind: str, share: float, by: float) -> None:
     space = SPACES[kind]
     value = space.low + share * (space.high - space.low)
     shifted = space.shifted(value, by)
@@ -39,7 +39,7 @@ def test_no_shift_leaves_the_bounds(kind: str, share: float, by: float) -> None:
         ("logit", 0.5, 1.0, 1 / 3, 2 / 3),  # odds halved and doubled
     ],
 )
-def test_a_spread_is_symmetric_in_its_space(
+def test_spread_is_symmetric_in_its_space(
     kind: str, value: float, spread: float, low: float, high: float
 ) -> None:
     space = SPACES[kind]
@@ -48,7 +48,7 @@ def test_a_spread_is_symmetric_in_its_space(
     assert space.shifted(value, width) == pytest.approx(high)
 
 
-def test_targets_with_other_start_values_go_the_same_way() -> None:
+def test_carried_moves_targets_with_other_start_values_alike() -> None:
     assert SPACES["log"].carried(0.4, start=0.1, base=0.01) == pytest.approx(0.04)
     assert SPACES["linear"].carried(3.0, start=1.0, base=-2.0) == pytest.approx(0.0)
     odds = 0.2 / 0.8 * (0.5 / 0.5) / (0.1 / 0.9)
@@ -57,7 +57,7 @@ def test_targets_with_other_start_values_go_the_same_way() -> None:
 
 
 @pytest.mark.parametrize("kind", ["log", "logit"])
-def test_a_target_on_the_rim_stays_there(kind: str) -> None:
+def test_carried_keeps_a_target_at_the_rim_of_the_space(kind: str) -> None:
     space = SPACES[kind]
     assert space.clamped(space.carried(0.4, start=0.1, base=0.0)) == 0.0
     assert SPACES["logit"].position(0.0) == -math.inf
@@ -75,6 +75,6 @@ def test_a_target_on_the_rim_stays_there(kind: str) -> None:
         ("linear", math.nan, 1, "two rising numbers"),
     ],
 )
-def test_bad_bounds_are_refused(kind: str, low: float, high: float, words: str) -> None:
+def test_space_refuses_bad_bounds(kind: str, low: float, high: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Space(kind, low, high)

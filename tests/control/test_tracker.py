@@ -9,6 +9,7 @@ import pytest
 
 import hdet
 from hdet.control.controller import Evidence, Move, ScaleState
+from hdet.control.controller_loop import move_against_each_other
 from hdet.control.knob_bank import KnobBank
 from hdet.control.knob_state import KnobInfo
 from hdet.control.regression import Slope
@@ -23,7 +24,7 @@ def update(state: ScaleState, slope: Slope | None, space: Space = SPACE, **setti
     return hdet.Tracker(**settings).update(state, evidence)  # type: ignore[arg-type]
 
 
-def test_it_steps_against_the_slope_by_the_strength_of_the_evidence() -> None:
+def test_tracker_moves_against_the_slope_by_the_strength_of_the_evidence() -> None:
     move = update(ScaleState(), Slope(-0.6, 0.2), momentum=0.0)
     assert move.state.scale == pytest.approx(math.exp(WIDTH * math.tanh(3 / 2)))
     assert (move.decision, move.hypergradient, move.error) == ("up", 0.6, 0.2)
@@ -40,12 +41,12 @@ def test_it_steps_against_the_slope_by_the_strength_of_the_evidence() -> None:
         (None, "abstained: no spread of its own to compare"),
     ],
 )
-def test_it_abstains_and_says_why(slope: Slope | None, words: str) -> None:
+def test_tracker_abstains_and_gives_the_reason(slope: Slope | None, words: str) -> None:
     move = update(ScaleState(scale=2.0), slope)
     assert (move.decision, move.reason, move.state.scale) == ("abstain", words, 2.0)
 
 
-def test_weak_evidence_adds_up() -> None:
+def test_weak_evidence_of_several_cycles_adds_up() -> None:
     state, decisions = ScaleState(), []
     for _ in range(6):
         move = update(state, Slope(-1.6, 1.0), momentum=0.8)
@@ -71,7 +72,7 @@ def test_confirmed_moves_grow_to_the_trust_region_and_reversals_shrink_them() ->
     assert back.narrow == 0.25
 
 
-def test_it_stays_within_its_bounds() -> None:
+def test_tracker_keeps_a_knob_within_its_bounds() -> None:
     state = ScaleState(scale=900.0)
     for _ in range(5):
         move = update(state, Slope(-9.0, 1.0))
@@ -80,12 +81,12 @@ def test_it_stays_within_its_bounds() -> None:
     assert move.reason.endswith("at its bound")
 
 
-def test_no_noise_and_no_slope_is_no_reason_to_move() -> None:
+def test_tracker_abstains_without_slope_and_noise() -> None:
     assert update(ScaleState(), Slope(0.0, 0.0)).decision == "abstain"
     assert math.isfinite(update(ScaleState(), Slope(-1e-30, 0.0)).state.scale)
 
 
-def test_a_knob_without_effect_stays_within_its_own_noise() -> None:
+def test_knob_without_effect_stays_near_its_start() -> None:
     ends = []
     for seed in range(60):
         draw, state = random.Random(seed), ScaleState()
@@ -98,7 +99,7 @@ def test_a_knob_without_effect_stays_within_its_own_noise() -> None:
     assert deviation < 3 * WIDTH
 
 
-def test_it_finds_the_optimum_of_a_noisy_parabola() -> None:
+def test_tracker_finds_the_optimum_of_a_noisy_parabola() -> None:
     """d loss / d position = position - 2, seen with an error of 0.1, from 10x off on both sides."""
     for start in (-4.3, 4.3):
         for seed in range(20):
@@ -121,7 +122,7 @@ def against_each_other(knobs: list[KnobInfo]) -> KnobBank:
     )
 
 
-def test_the_mean_stays_where_one_is_at_its_bound() -> None:
+def test_relative_moves_keep_the_mean_of_all_groups_at_a_bound() -> None:
     knobs = [KnobInfo(f"lr/{n}", Space("log", 0.5, 10.0), 0.2, 1.0, (n,)) for n in range(3)]
     knob_bank = against_each_other(knobs)
     for _ in range(30):
@@ -129,7 +130,9 @@ def test_the_mean_stays_where_one_is_at_its_bound() -> None:
             Move(knob.state._replace(scale=knob.state.scale * by), 0.0, "up", "by hand")
             for knob, by in zip(knob_bank.knobs, (1.5, 1.0, 1.2), strict=True)
         ]
-        for knob, move in zip(knob_bank.knobs, knob_bank._against_each_other(moves), strict=True):
+        for knob, move in zip(
+            knob_bank.knobs, move_against_each_other(knob_bank.knobs, moves), strict=True
+        ):
             knob.state = move.state
     scales = [knob.state.scale for knob in knob_bank.knobs]
     assert math.prod(scales) == pytest.approx(1.0)
@@ -141,7 +144,9 @@ MEMBERS = [((0,), (1,), (2,)), ((0,), (1,), ()), ((0, 1, 2), (), ())]
 
 
 @pytest.mark.parametrize("members", MEMBERS)
-def test_groups_move_against_each_other_alone(members: Sequence[tuple[int, ...]]) -> None:
+def test_relative_tracker_moves_groups_only_against_each_other(
+    members: Sequence[tuple[int, ...]],
+) -> None:
     """Scores are better the lower the first and the last are, and do not answer to the second."""
     space = Space("log", 1e-6, 1e6)
     knobs = [KnobInfo(f"knob{n}", space, 0.2, 1.0, groups) for n, groups in enumerate(members)]
@@ -175,6 +180,6 @@ def test_groups_move_against_each_other_alone(members: Sequence[tuple[int, ...]]
         {"warmup_steps": -1},
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, float]) -> None:
+def test_tracker_refuses_bad_settings(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"`{next(iter(settings))}`"):
         hdet.Tracker(**settings)  # type: ignore[arg-type]

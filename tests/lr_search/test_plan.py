@@ -18,9 +18,10 @@ from hdet.lr_search.constants import (
     REFINE_STEPS,
 )
 from hdet.lr_search.estimator import Estimate
+from hdet.lr_search.grids import SweepGrid
 from hdet.lr_search.observations import Observation, observations_of_round
-from hdet.lr_search.plan import Search, SweepGrid
-from hdet.lr_search.reasons import NO_TIME, SHORT, TOO_LOW, TOO_SHORT
+from hdet.lr_search.plan import Search
+from hdet.lr_search.reasons import Reason
 from hdet.lr_search.response import SweepResult, divergence_threshold, judge_sweep, refine_choice
 from hdet.lr_search.scout import AllRatesDiverged
 from hdet.lr_search.transfer import (
@@ -68,7 +69,7 @@ def search(
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4, 8, 16, 64])
 @pytest.mark.parametrize("off", [1e-3, 1e-2, 0.1, 1 / 3, 1, 3, 10, 100, 1000])
-def test_from_any_start_it_finds_the_same(off: float, num_replicas: int) -> None:
+def test_search_finds_the_same_learning_rate_from_any_start(off: float, num_replicas: int) -> None:
     found = search(BEST * off, num_replicas=num_replicas, total_steps=100_000, start_score=5.0)
     assert found.found is not None
     assert BEST / 2 < found.found * BEST * off < BEST * 2
@@ -76,18 +77,18 @@ def test_from_any_start_it_finds_the_same(off: float, num_replicas: int) -> None
 
 @pytest.mark.parametrize("off", [1 / 120, 1 / 100, 100])
 @pytest.mark.parametrize(("num_replicas", "total_steps"), [(2, 1000), (3, 800), (4, 500)])
-def test_few_replicas_look_further_as_far_as_there_is_time(
+def test_search_with_few_replicas_shifts_by_a_part_of_a_sweep_if_time_is_short(
     num_replicas: int, total_steps: int, off: float
 ) -> None:
     """Where a second sweep does not fit, a part of it does."""
     found = search(BEST * off, num_replicas=num_replicas, total_steps=total_steps, start_score=5.0)
     assert found.found is not None
-    assert NO_TIME not in found.reason
+    assert Reason.NO_TIME not in found.reasons
     assert BEST / 2 < found.found * BEST * off < BEST * 2
     assert found.used <= 0.03 * total_steps
 
 
-def test_a_part_of_a_sweep_goes_on_after_a_resume() -> None:
+def test_search_continues_a_partial_sweep_after_a_resume() -> None:
     scout = hdet.Scout()
     one = Search(scout, num_replicas=2, total_steps=1000)
     seen: list[float] = []
@@ -104,27 +105,27 @@ def test_a_part_of_a_sweep_goes_on_after_a_resume() -> None:
 
 
 @pytest.mark.parametrize(("total_steps", "is_hasty"), [(300, True), (1500, False)])
-def test_what_so_few_steps_choose_stays_away_from_an_explosion(
+def test_choice_of_short_rounds_stays_away_from_the_divergence_threshold(
     total_steps: int, is_hasty: bool
 ) -> None:
     """The best of five steps is many times more than a run can bear."""
     found = search(BEST, lambda lr: curve(lr / 20), total_steps=total_steps, start_score=5.0)
     assert found.divergence is not None
     begin = found.estimate(peak=2.0)
-    assert (begin.why == TOO_SHORT) == is_hasty
+    assert (begin.reason is Reason.ROUNDS_TOO_SHORT) == is_hasty
     assert (begin.factor > found.divergence / 30 * 1.001) != is_hasty
     assert begin.factor > found.divergence / 46
 
 
 @pytest.mark.parametrize("edge", [2.0, 3.2, 8.0])
-def test_what_is_lost_nearby_does_not_raise_it_again(edge: float) -> None:
+def test_lost_learning_rates_do_not_raise_the_choice_of_short_rounds(edge: float) -> None:
     hasty = Search(hdet.Scout(), num_replicas=8, total_steps=300)
     hasty.found, hasty.lowest_lost, hasty.divergence = 1.5, edge, 72.0
     assert hasty.estimate().factor == pytest.approx(72 / 60)
 
 
 @given(st.floats(0.01, 100), st.floats(-50, 50))
-def test_only_differences_count(scale: float, shift: float) -> None:
+def test_scale_and_shift_of_scores_hardly_change_the_choice(scale: float, shift: float) -> None:
     def other(shift: float) -> float | None:
         def score(lr: float) -> float | None:
             known = curve(lr)
@@ -139,13 +140,13 @@ def test_only_differences_count(scale: float, shift: float) -> None:
 
 @pytest.mark.parametrize("num_replicas", [2, 8, 64])
 @pytest.mark.parametrize("total_steps", [1000, 1500, 10_000])
-def test_it_stays_within_its_share(total_steps: int, num_replicas: int) -> None:
+def test_search_stays_within_its_share_of_the_run(total_steps: int, num_replicas: int) -> None:
     for off in (1e-3, 1.0, 100.0):
         found = search(BEST * off, num_replicas=num_replicas, total_steps=total_steps)
         assert 0 < found.used <= 0.03 * total_steps
 
 
-def test_it_keeps_away_from_what_is_lost() -> None:
+def test_choice_keeps_a_margin_to_the_lowest_lost_learning_rate() -> None:
     scores = [5.0, 4.9, 4.5, 3.0, 2.0, None, None, None]
     points = [Observation(10.0**place, score) for place, score in enumerate(scores)]
     verdict = judge_sweep(points)
@@ -154,7 +155,7 @@ def test_it_keeps_away_from_what_is_lost() -> None:
     assert verdict.factor <= 1e5 / 4
 
 
-def test_the_edge_counts_for_the_batch_of_all_replicas_too() -> None:
+def test_estimate_for_the_full_batch_stays_below_what_is_lost() -> None:
     found = search(BEST, num_replicas=4, rule="sqrt")
     assert found.found is not None
     assert found.lowest_lost is not None
@@ -164,14 +165,14 @@ def test_the_edge_counts_for_the_batch_of_all_replicas_too() -> None:
     lost = min(found.lowest_lost, found.divergence)
     assert found.estimate(peak=40.0).factor == pytest.approx(lost / 2)
     lost_too = Search(hdet.Scout(), num_replicas=4, total_steps=5000)
-    lost_too.lowest_lost, lost_too.reason = 2.0, "by hand"
+    lost_too.lowest_lost = 2.0
     assert lost_too.estimate(highest=10.0).factor == pytest.approx(2.0 / 4 / 10)
     # Of a schedule that rises above the given learning rate, that is where it rises to.
     assert found.estimate(peak=2.5, highest=12.0).factor == pytest.approx(lost / 24)
     assert search(BEST, num_replicas=4, rule="none").estimate().factor == found.found
 
 
-def test_what_is_lost_below_the_best_counts_too() -> None:
+def test_lost_learning_rate_below_the_best_score_limits_the_choice() -> None:
     scores = [5.0, 4.9, 4.5, None, 2.0, 3.0, None, None]
     verdict = judge_sweep([Observation(10.0**place, score) for place, score in enumerate(scores)])
     assert verdict.lowest_lost == 1e3
@@ -179,7 +180,7 @@ def test_what_is_lost_below_the_best_counts_too() -> None:
     assert verdict.factor <= 1e3 / 4
 
 
-def test_beyond_an_edge_a_good_score_is_luck() -> None:
+def test_good_score_above_a_lost_learning_rate_is_ignored() -> None:
     """A model that was blown up and only guesses may score better than one that was not trained."""
     scores = [1.0, 2.5, 78.0, 0.92, 2e6, 4e6, None, None]
     verdict = judge_sweep(
@@ -189,7 +190,7 @@ def test_beyond_an_edge_a_good_score_is_luck() -> None:
     assert verdict.lowest_lost == 10
 
 
-def test_a_range_that_is_too_high_altogether_is_left() -> None:
+def test_range_that_is_too_high_shifts_down() -> None:
     scores = [0.95, 0.94, 0.96, 0.94, 0.95, 0.97, 0.98, 0.95]
     verdict = judge_sweep(
         [Observation(10.0**place, score) for place, score in enumerate(scores)], 1.4
@@ -197,7 +198,7 @@ def test_a_range_that_is_too_high_altogether_is_left() -> None:
     assert (verdict.shift, verdict.factor) == (-1, 1.0)
 
 
-def test_so_is_one_whose_sound_part_is_flat_but_good() -> None:
+def test_range_whose_finite_part_is_flat_but_good_shifts_down() -> None:
     points = [
         Observation(1.0, 1.04, 0.05),
         Observation(10.0, 1.05, 0.05),
@@ -209,20 +210,20 @@ def test_so_is_one_whose_sound_part_is_flat_but_good() -> None:
     assert (verdict.shift, verdict.factor, verdict.lowest_lost) == (0, None, 100.0)
 
 
-def test_where_nothing_can_be_gained_an_explosion_decides() -> None:
+def test_divergence_threshold_decides_where_nothing_is_gained() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
     while not found.is_over:
         found.record_round(
             [Observation(factor, 2 + factor, 0.001) for factor in found.factors], None, 2.0
         )
-    assert "noise" in found.reason
+    assert Reason.ONLY_NOISE in found.reasons
     assert found.lowest_lost is not None
     assert 0.0025 < found.lowest_lost < 0.01
     assert found.divergence == pytest.approx(2.0)
     assert found.estimate().factor == pytest.approx(2 / FLOOR_BELOW_DIVERGENCE)
 
 
-def test_a_good_score_beyond_the_edge_alone_is_no_gain() -> None:
+def test_single_good_score_above_a_lost_learning_rate_is_no_gain() -> None:
     scores = [1.46, 1.42, 1.44, 80, 1.0, None, None, None]
     points = [Observation(10.0**place, score, 0.05) for place, score in enumerate(scores)]
     verdict = judge_sweep(points, 1.4)
@@ -232,14 +233,14 @@ def test_a_good_score_beyond_the_edge_alone_is_no_gain() -> None:
 
 
 @pytest.mark.parametrize("score", [-0.1, 5.5])
-def test_a_flat_range_that_is_worse_than_the_outset_is_left_downward(score: float) -> None:
+def test_flat_range_that_is_worse_than_the_start_shifts_down(score: float) -> None:
     points = [Observation(10.0**place, score, 0.02) for place in range(8)]
     assert judge_sweep(points, score - 0.8).shift == -1
     assert judge_sweep(points, score + 0.8).shift == -1
     assert judge_sweep(points, score).shift == +1
 
 
-def test_a_search_that_is_resumed_in_a_run_too_short_for_it_ends() -> None:
+def test_search_ends_when_resumed_in_a_run_too_short_to_refine() -> None:
     long = Search(hdet.Scout(), num_replicas=8, total_steps=3000)
     long.record_round([Observation(factor, curve(BEST * factor)) for factor in long.factors])
     short = Search(hdet.Scout(), num_replicas=8, total_steps=450)
@@ -248,7 +249,7 @@ def test_a_search_that_is_resumed_in_a_run_too_short_for_it_ends() -> None:
     assert short.found == pytest.approx(long.state_dict()["rough"][0])
 
 
-def test_interrupted_rounds_do_not_take_more_than_the_budget() -> None:
+def test_interrupted_rounds_stay_within_the_budget() -> None:
     for num_replicas, total in ((2, 1600), (4, 2000), (8, 1500)):
         found = Search(hdet.Scout(), num_replicas=num_replicas, total_steps=total)
         turn = 0
@@ -263,7 +264,7 @@ def test_interrupted_rounds_do_not_take_more_than_the_budget() -> None:
         assert found.used <= 0.03 * total
 
 
-def test_a_single_score_knows_nothing_of_its_noise() -> None:
+def test_single_score_per_replica_counts_as_noisy() -> None:
     """A rise by a thousandth is neither an edge nor an explosion."""
     scores = [[2.29641], [2.29640], [2.29637], [2.29660], [2.29889], [2.29889]]
     factors = [0.01, 0.1, 1.0, 10.0, 30.0, 100.0]
@@ -272,7 +273,7 @@ def test_a_single_score_knows_nothing_of_its_noise() -> None:
     assert verdict.factor is None and verdict.lowest_lost is None and verdict.shift == 1
 
 
-def test_two_replicas_know_their_noise() -> None:
+def test_chance_between_two_replicas_is_rarely_a_choice() -> None:
     chance = random.Random(0)
     taken = 0
     for _ in range(300):
@@ -309,7 +310,7 @@ def noisy_losses(start: float, chance: random.Random, spread: float = 0.1) -> fl
 
 
 @pytest.mark.parametrize("start", [1e-3, 1e-2, 1.0, 100.0])
-def test_by_noisy_losses_a_run_is_hardly_ever_lost(start: float) -> None:
+def test_search_by_noisy_losses_rarely_loses_a_run(start: float) -> None:
     """A lucky first batch makes all look worse than none, and three losses do not know their noise:
     such runs began a million times too low."""
     chance = random.Random(0)
@@ -317,7 +318,7 @@ def test_by_noisy_losses_a_run_is_hardly_ever_lost(start: float) -> None:
     assert sum(not 0.1 < lr < 4 for lr in begun) <= 2
 
 
-def test_one_that_is_worse_among_others_that_are_not_is_no_edge() -> None:
+def test_single_bad_score_among_good_ones_is_not_lost() -> None:
     """From a run of fine-tuning: a learning rate that moves nothing has seen hard batches."""
     scores = [2.75, 2.87, 2.57, 2.64, 2.55, 2.54, 2.37, 2.68, 4.7, 7.38, 13.2, 32.5, 367.0, None]
     points = [Observation(10.0**place, score, 0.07) for place, score in enumerate(scores)]
@@ -327,7 +328,7 @@ def test_one_that_is_worse_among_others_that_are_not_is_no_edge() -> None:
     assert judge_sweep(alone, 2.555).lowest_lost == 1e8  # nobody above it says otherwise
 
 
-def test_a_loss_that_is_no_number_once_is_no_blow_up() -> None:
+def test_single_loss_that_is_not_finite_is_not_lost() -> None:
     """If its weights are finite, and what lies above is sound; several in a row are one."""
     losses = [2.0, 1.9, math.nan, 1.2, 1.0, 1.5, 9.0, 90.0]
     factors = [10.0**place for place in range(8)]
@@ -346,7 +347,7 @@ def test_a_loss_that_is_no_number_once_is_no_blow_up() -> None:
     assert judge_sweep(several, 2.0).lowest_lost == 1e2
 
 
-def test_a_loss_that_grows_by_design_keeps_the_given_learning_rate() -> None:
+def test_loss_that_grows_by_design_keeps_the_given_learning_rate() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=5000)
     while not found.is_over:
         found.record_round(
@@ -355,7 +356,7 @@ def test_a_loss_that_grows_by_design_keeps_the_given_learning_rate() -> None:
     assert found.estimate().factor == 1.0
 
 
-def test_what_is_around_a_choice_is_tried_in_longer_rounds() -> None:
+def test_refinement_tries_learning_rates_around_the_choice_in_longer_rounds() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     lengths = []
     while not found.is_over:
@@ -374,7 +375,7 @@ def fall(lr: float, steps: int) -> float:
 
 
 @pytest.mark.parametrize("total_steps", [600, 800, 1500])
-def test_rounds_that_had_to_be_short_choose_what_longer_ones_would_have(total_steps: int) -> None:
+def test_choice_of_short_rounds_is_extrapolated_to_full_rounds(total_steps: int) -> None:
     """Every length of a run begins with what full rounds choose, where the choice is 1 / steps."""
 
     def found(total: int) -> float:
@@ -387,13 +388,13 @@ def test_rounds_that_had_to_be_short_choose_what_longer_ones_would_have(total_st
                 [Observation(*score) for score in scores], GradientNorms(1.0, 1.0), 2.0
             )
         assert own.found is not None
-        assert (SHORT in own.reason) == (length < REFINE_STEPS)
+        assert (Reason.LOWERED_FOR_LONGER_ROUNDS in own.reasons) == (length < REFINE_STEPS)
         return own.found
 
     assert found(total_steps) == pytest.approx(found(100_000), rel=0.15)
 
 
-def test_rounds_that_differ_by_nothing_but_noise_are_not_made_longer() -> None:
+def test_extrapolation_is_limited_and_weaker_with_noisy_gradients() -> None:
     coarse, close = RoundChoice(8.0, 6), RoundChoice(2.0, 12)
     assert extrapolate_to_horizon(coarse, close, 24) == pytest.approx(
         1.0
@@ -406,7 +407,7 @@ def test_rounds_that_differ_by_nothing_but_noise_are_not_made_longer() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "is_seen"), [("AdamW", True), ("Adafactor", True), ("SGD", False)]
 )
-def test_a_look_sees_that_the_given_learning_rate_is_where_scores_explode(
+def test_brief_search_goes_on_if_the_given_learning_rate_diverges(
     optimizer: str, is_seen: bool
 ) -> None:
     """From a run of vision at forty times the best: nothing gains, and the given one explodes."""
@@ -418,7 +419,7 @@ def test_a_look_sees_that_the_given_learning_rate_is_where_scores_explode(
     assert look.is_over is not is_seen
 
 
-def test_luck_is_averaged_out_around_the_choice() -> None:
+def test_refinement_averages_the_chance_of_single_replicas() -> None:
     """The chance of single replicas moves the choice less than the choice of one of them would."""
     chance = random.Random(1)
     choices = []
@@ -427,46 +428,46 @@ def test_luck_is_averaged_out_around_the_choice() -> None:
         points = [
             Observation(f, (math.log2(f) - 2) ** 2 + chance.gauss(0, 0.5), 0.1) for f in factors
         ]
-        first_choice = SweepResult(1.0, 0, "", None, 9.0)
+        first_choice = SweepResult(1.0, 0, (), None, 9.0)
         choices.append(math.log2(refine_choice(points, first_choice).factor or math.nan))
     # Where the parabola has gained all but 7 % of 9.
     assert abs(sum(choices) / len(choices) - (2 - math.sqrt(0.63))) < 0.15
     assert stdev(choices) < 0.35
 
 
-def test_a_slope_that_all_see_together_is_believed() -> None:
+def test_refinement_finds_a_gain_that_only_the_fitted_curve_shows() -> None:
     """From a run of fine-tuning: each score for itself is chance, their curve is not."""
     scores = [2.468, 2.419, 2.407, 2.410, 2.374, 2.370, 2.473, 2.338]
     points = [Observation(2.0 ** (place / 2), score, 0.072) for place, score in enumerate(scores)]
-    first_choice = SweepResult(None, 0, "", 100.0, 2.544)
+    first_choice = SweepResult(None, 0, (), 100.0, 2.544)
     assert judge_sweep(points, 2.544).factor is None
     assert refine_choice(points, first_choice).factor is not None
     unsure = [point._replace(error=0.15) for point in points]
     assert refine_choice(unsure, first_choice).factor is None
 
 
-def test_a_slope_that_is_chance_does_not_choose_the_highest() -> None:
+def test_refinement_does_not_follow_a_slope_within_its_error() -> None:
     """From a run of vision by losses: all gain, and which of them most is chance."""
     scores = [2.190, 2.210, 2.381, 2.294, 2.165, 2.174, 2.296, 2.210]
     points = [Observation(2.0 ** (place / 2), score, 0.053) for place, score in enumerate(scores)]
-    first_choice = SweepResult(1.0, 0, "", 400.0, 2.405)
+    first_choice = SweepResult(1.0, 0, (), 400.0, 2.405)
     assert refine_choice(points, first_choice).factor == 1.0
     sure = [point._replace(error=0.001) for point in points]
     assert (refine_choice(sure, first_choice).factor or 0) > 4.0
 
 
 @pytest.mark.parametrize("num", [6, 8, 16])
-def test_a_curve_through_chance_is_hardly_ever_believed(num: int) -> None:
+def test_fitted_curve_through_noise_is_rarely_a_gain(num: int) -> None:
     chance = random.Random(0)
     factors = [16 ** (place / (num - 1)) for place in range(num)]
     believed = 0
     for _ in range(500):
         points = [Observation(factor, chance.gauss(2, 0.1), 0.1) for factor in factors]
-        believed += refine_choice(points, SweepResult(None, 0, "", None, 2.0)).factor is not None
+        believed += refine_choice(points, SweepResult(None, 0, (), None, 2.0)).factor is not None
     assert believed < 0.1 * 500
 
 
-def test_what_diverges_is_no_excuse_for_itself() -> None:
+def test_noise_of_diverged_replicas_does_not_excuse_their_scores() -> None:
     """From a run on feeds: in a round where most diverged all were called noisy, and none lost."""
     scores = [2.1, 2.06, 2.09, 2.06, 2.03, 1.9, 3.67, 234.0, 6e4, 2e6]
     errors = [0.05] * 6 + [2e4] * 4
@@ -476,7 +477,7 @@ def test_what_diverges_is_no_excuse_for_itself() -> None:
     assert judge_sweep(points, 2.1).lowest_lost == 1e6
 
 
-def test_where_all_have_diverged_it_looks_lower() -> None:
+def test_range_in_which_all_replicas_diverge_shifts_down() -> None:
     """From a run at ten thousand times the best learning rate, by losses alone."""
     losses = [47.3, 60.7, 5418.0, 44848.0, 5.5e8, 2.2e12, 9.9e15, 2.8e19]
     errors = [20.0, 30.0, 4430.0, 35100.0, 5e8, 2e12, 9e15, 2.8e19]
@@ -484,7 +485,7 @@ def test_where_all_have_diverged_it_looks_lower() -> None:
     assert judge_sweep(points, 8.7).shift == -1
 
 
-def test_by_losses_every_round_tells_what_it_set_out_from() -> None:
+def test_start_score_by_losses_is_the_mean_of_all_rounds() -> None:
     """The first losses of a few replicas are chance: those of all rounds are less so."""
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     told = iter([2.0, 3.0, 4.0])
@@ -495,7 +496,7 @@ def test_by_losses_every_round_tells_what_it_set_out_from() -> None:
     assert found.start_score == 5.5
 
 
-def test_replicas_that_agree_need_no_larger_learning_rate() -> None:
+def test_batch_scaling_grows_with_the_gradient_noise() -> None:
     alike, noisy = GradientNorms(1.0, 1.0), GradientNorms(8.0, 1.0)
     assert batch_scaling("auto", "AdamW", 8, alike.noise(8)) == pytest.approx(1.0)
     assert batch_scaling("auto", "SGD", 8, noisy.noise(8)) == pytest.approx(8.0, rel=1e-4)
@@ -508,7 +509,7 @@ def squares(factor: float) -> float:
 
 
 @pytest.mark.parametrize(("gain", "level"), [(0.1, 7.0), (9.0, 10.0), (math.inf, 10.0)])
-def test_scores_explode_where_they_are_twice_as_high_or_twenty_gains_above(
+def test_divergence_threshold_is_at_twice_the_start_or_twenty_gains_above_it(
     gain: float, level: float
 ) -> None:
     points = [Observation(4.0**place, squares(4.0**place)) for place in range(-12, 4)]
@@ -518,7 +519,9 @@ def test_scores_explode_where_they_are_twice_as_high_or_twenty_gains_above(
 
 
 @given(st.floats(0.01, 100), st.floats(0, 1e4))
-def test_a_constant_in_the_loss_cannot_move_an_explosion_far(scale: float, shift: float) -> None:
+def test_constant_in_the_loss_hardly_moves_the_divergence_threshold(
+    scale: float, shift: float
+) -> None:
     def found(gain: float, scale: float, shift: float) -> float:
         points = [Observation(4.0**p, scale * squares(4.0**p) + shift) for p in range(-12, 12)]
         place = divergence_threshold(points, scale * 5.0 + shift, scale * gain)
@@ -530,7 +533,7 @@ def test_a_constant_in_the_loss_cannot_move_an_explosion_far(scale: float, shift
     assert found(4.0, scale, -1e6) == pytest.approx(84**0.5, rel=1e-3)
 
 
-def test_a_loss_that_begins_near_zero_explodes_by_no_hard_batch() -> None:
+def test_hard_batch_does_not_make_a_loss_near_zero_diverge() -> None:
     """Twice of nothing is nothing: one replica among sound ones, within its noise, may be luck."""
     scores = [0.01, 0.03, -0.1, -0.3, -0.5, -0.2]
     points = [Observation(10.0**place, score, 0.02) for place, score in enumerate(scores)]
@@ -540,7 +543,7 @@ def test_a_loss_that_begins_near_zero_explodes_by_no_hard_batch() -> None:
     assert divergence_threshold(sure, 0.014, 0.5) is not None
 
 
-def test_what_is_only_broken_has_not_exploded() -> None:
+def test_scores_that_only_overflow_give_no_divergence_threshold() -> None:
     """An error rate cannot be twice as high: what overflows may lie thousands of times too high."""
     points = [
         Observation(1.0, 0.9),
@@ -560,14 +563,14 @@ def late(lr: float) -> float:
 
 
 @pytest.mark.parametrize("off", [1e-3, 1e-2, 0.1, 1.0, 10.0, 1000.0])
-def test_what_is_far_below_an_explosion_is_raised(off: float) -> None:
+def test_estimate_far_below_the_divergence_threshold_is_raised(off: float) -> None:
     found = search(BEST * off, late)
     assert found.found is not None
     assert found.divergence is not None
     assert 1000 < found.divergence * off < 3000
     begin = found.estimate(peak=2.0)
     assert begin.factor == pytest.approx(2 * found.divergence / FLOOR_BELOW_DIVERGENCE)
-    assert begin.why == TOO_LOW
+    assert begin.reason is Reason.BELOW_FLOOR
     assert not found.refined_observations  # it would change nothing
     plain = search(BEST * off, late, optimizer="SGD").estimate()
     assert plain.factor == pytest.approx(found.divergence / FLOOR_BELOW_DIVERGENCE_SGD)
@@ -575,14 +578,14 @@ def test_what_is_far_below_an_explosion_is_raised(off: float) -> None:
     assert alone.estimate().factor == alone.found  # another batch altogether
 
 
-def test_it_looks_up_once_for_an_explosion() -> None:
+def test_search_extends_up_once_for_the_divergence_threshold() -> None:
     found = search(BEST, lambda lr: min(late(lr), 4.9), total_steps=100_000, rule="none")
     assert found.divergence is None
     assert max(point.factor for point in found.points) == pytest.approx(100 * 10 ** (24 / 7))
     assert found.estimate().factor == found.found
 
 
-def test_where_scores_tell_nothing_an_explosion_still_does() -> None:
+def test_divergence_threshold_decides_where_scores_show_nothing() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     while not found.is_over:
         tiny = 0.01 if found.used == 0 else -0.01  # nothing that a closer look would confirm
@@ -592,13 +595,13 @@ def test_where_scores_tell_nothing_an_explosion_still_does() -> None:
         ]
         found.record_round(points, None, 2.0)
     assert found.found is None
-    assert "noise" in found.reason
+    assert Reason.ONLY_NOISE in found.reasons
     begin = found.estimate()
     assert begin.factor == pytest.approx(200**0.5 / FLOOR_BELOW_DIVERGENCE, rel=0.1)
-    assert begin.why == TOO_LOW
+    assert begin.reason is Reason.BELOW_FLOOR
 
 
-def test_where_scores_tell_nothing_it_looks_closely_below_an_explosion() -> None:
+def test_refinement_lies_below_the_divergence_threshold_where_sweeps_show_nothing() -> None:
     """Longer rounds there may tell what the short ones did not."""
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="AdamW")
     noise = 0.5
@@ -615,7 +618,7 @@ def test_where_scores_tell_nothing_it_looks_closely_below_an_explosion() -> None
     assert 0.04 < found.found < 0.1
 
 
-def test_chance_below_an_explosion_is_hardly_ever_taken_for_a_gain() -> None:
+def test_noise_below_the_divergence_threshold_is_rarely_a_gain() -> None:
     chance, taken = random.Random(3), 0
     for _ in range(200):
         found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="AdamW")
@@ -627,7 +630,7 @@ def test_chance_below_an_explosion_is_hardly_ever_taken_for_a_gain() -> None:
     assert taken < 0.1 * 200
 
 
-def test_luck_beyond_an_explosion_does_not_hide_it() -> None:
+def test_good_scores_above_the_divergence_threshold_do_not_hide_it() -> None:
     def lucky(lr: float) -> float | None:
         if lr < 3:
             return 2 - min(lr, 1 / lr)
@@ -639,7 +642,7 @@ def test_luck_beyond_an_explosion_does_not_hide_it() -> None:
     assert found.estimate(peak=2.5).factor <= found.divergence / 2
 
 
-def test_a_run_begins_below_an_explosion_that_lies_between_two_points() -> None:
+def test_estimate_stays_below_a_divergence_threshold_between_two_points() -> None:
     """A quadratic with many curvatures, trained by SGD: beyond twice the inverse of the largest."""
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="SGD")
     while not found.is_over:
@@ -656,7 +659,7 @@ def test_a_run_begins_below_an_explosion_that_lies_between_two_points() -> None:
     assert found.estimate(peak=2.08).factor <= found.divergence / 2 < 2.0
 
 
-def test_what_is_lost_in_longer_rounds_lowers_the_choice() -> None:
+def test_learning_rates_lost_in_the_refinement_lower_the_choice() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer="SGD")
     found.record_round(
         [Observation(f, 2 - min(f, 1 / f) if f < 30 else 10) for f in found.factors], None, 2.0
@@ -669,7 +672,7 @@ def test_what_is_lost_in_longer_rounds_lowers_the_choice() -> None:
 
 
 @pytest.mark.parametrize("start_score", [1e-26, -5.0, 1e250])
-def test_scores_of_any_size_are_judged(start_score: float) -> None:
+def test_search_works_with_scores_of_any_size(start_score: float) -> None:
     size = abs(start_score)
 
     def score(lr: float) -> float | None:
@@ -680,7 +683,7 @@ def test_scores_of_any_size_are_judged(start_score: float) -> None:
     assert found.estimate().factor > 0
 
 
-def test_what_is_only_broken_raises_nothing() -> None:
+def test_overflow_without_a_gain_keeps_the_given_learning_rate() -> None:
     """Nothing is gained anywhere: the given learning rate is kept, whatever overflows."""
     chance = random.Random(0)
     for start_score in (5.0, -5.0):
@@ -696,7 +699,7 @@ def test_what_is_only_broken_raises_nothing() -> None:
 
 
 @pytest.mark.parametrize("total_steps", [1000, 4000])
-def test_an_error_rate_does_not_begin_where_weights_overflow(total_steps: int) -> None:
+def test_overflow_does_not_raise_the_estimate_of_an_error_rate(total_steps: int) -> None:
     def error(lr: float) -> float | None:
         return 0.9 - 0.5 / (1 + abs(math.log(lr / BEST))) if lr < 1e5 * BEST else None
 
@@ -706,13 +709,13 @@ def test_an_error_rate_does_not_begin_where_weights_overflow(total_steps: int) -
 
 
 @pytest.mark.parametrize("growth", [0.2, 1.0])
-def test_a_loss_that_grows_by_design_has_no_explosion_at_its_lowest(growth: float) -> None:
+def test_loss_that_grows_by_design_has_no_divergence_threshold(growth: float) -> None:
     points = [Observation(10.0**place, 0.7 + 9 * growth, 0.05) for place in range(-4, 4)]
     assert divergence_threshold(points, 0.7, math.inf) is None
 
 
-def test_a_line_within_an_error_lies_below_what_was_gained() -> None:
-    first_choice = SweepResult(1.0, 0, "", None, 1.0)
+def test_refinement_with_a_noisy_best_keeps_most_of_the_gain() -> None:
+    first_choice = SweepResult(1.0, 0, (), None, 1.0)
     points = [
         Observation(0.125, 0.99, 0.01),
         Observation(0.25, 0.95, 0.01),
@@ -721,7 +724,7 @@ def test_a_line_within_an_error_lies_below_what_was_gained() -> None:
     assert (refine_choice(points, first_choice).factor or 0) > 0.25
 
 
-def test_a_lucky_score_further_up_is_not_followed() -> None:
+def test_choice_is_the_lowest_of_nearly_equal_scores() -> None:
     scores = [5.55, 5.5, 5.2, 3.9, 3.44, 3.88, 3.4, 4.6, 120.0]
     verdict = judge_sweep(
         [Observation(10.0 ** (place / 2), score) for place, score in enumerate(scores)]
@@ -730,22 +733,22 @@ def test_a_lucky_score_further_up_is_not_followed() -> None:
     assert 10**1.5 < verdict.factor <= 10**2
 
 
-def test_rules_for_the_batch() -> None:
+def test_batch_rules_without_known_noise() -> None:
     assert batch_scaling("auto", "AdamW", 4) == 2
     assert batch_scaling("auto", "SGD", 4) == 4
     assert batch_scaling("sqrt", "SGD", 4) == 2
 
 
-def test_scores_without_a_difference_keep_the_given_learning_rate() -> None:
+def test_equal_scores_keep_the_given_learning_rate() -> None:
     for num_replicas in (4, 8, 64):
         found = search(1.0, lambda lr: 1.0, num_replicas=num_replicas)
-        assert "noise" in found.reason
+        assert Reason.ONLY_NOISE in found.reasons
         assert found.estimate().factor == 1.0
         assert found.num_steps > 0  # whoever still asks gets an answer
 
 
 @pytest.mark.parametrize("num", [8, 16, 64])
-def test_chance_alone_is_hardly_ever_taken_for_a_difference(num: int) -> None:
+def test_noise_is_rarely_a_difference_between_scores(num: int) -> None:
     chance = random.Random(num)
     taken = 0
     for _ in range(400):
@@ -754,20 +757,20 @@ def test_chance_alone_is_hardly_ever_taken_for_a_difference(num: int) -> None:
     assert taken < 0.06 * 400
 
 
-def test_where_everything_is_lost_it_looks_lower_once_and_then_says_what_it_tried() -> None:
+def test_search_shifts_down_once_and_then_refuses_if_all_learning_rates_diverge() -> None:
     with pytest.raises(
         AllRatesDiverged, match=r"every learning rate from 3.73e-06 to 100 times the given"
     ):
         search(1.0, lambda lr: None)
 
 
-def test_a_best_that_always_lies_further_ends_with_the_budget() -> None:
+def test_search_ends_with_the_budget_if_the_best_lies_always_further() -> None:
     found = search(1.0, lambda lr: -math.log(lr), total_steps=1500)
     assert found.found == max(point.factor for point in found.points)
-    assert "no time to look further" in found.reason
+    assert Reason.NO_TIME in found.reasons
 
 
-def test_a_search_without_a_budget_ends_too() -> None:
+def test_search_without_known_run_length_ends() -> None:
     def down(lr: float) -> float:
         return math.log(lr)
 
@@ -779,23 +782,23 @@ def test_a_search_without_a_budget_ends_too() -> None:
 
 
 @pytest.mark.parametrize("total_steps", [12, 100])
-def test_a_run_that_has_no_room_is_refused(total_steps: int) -> None:
+def test_search_refuses_a_run_without_room_for_one_sweep(total_steps: int) -> None:
     with pytest.raises(ValueError, match="`scout` must fit in its `share`"):
         Search(hdet.Scout(), num_replicas=2, total_steps=total_steps)
     with pytest.raises(ValueError, match="`scout` must be shorter than the run"):
         Search(hdet.Scout(steps=25), num_replicas=2, total_steps=total_steps)
 
 
-def test_a_search_that_is_always_interrupted_ends_with_what_it_knows() -> None:
+def test_search_that_is_always_interrupted_ends() -> None:
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     for _ in range(100):
         found.interrupt(5)
     assert found.is_over
     assert found.estimate().factor == 1.0
-    assert "interrupted" in found.reason
+    assert Reason.INTERRUPTED in found.reasons
 
 
-def test_a_search_goes_on_from_its_state() -> None:
+def test_search_continues_from_its_state() -> None:
     whole = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
     cut = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
     while not whole.is_over:
@@ -807,10 +810,10 @@ def test_a_search_goes_on_from_its_state() -> None:
         if not whole.is_over:
             cut = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
             cut.load_state_dict(told)
-    assert (cut.found, cut.reason) == (whole.found, whole.reason)
+    assert (cut.found, cut.reasons) == (whole.found, whole.reasons)
 
 
-def test_with_another_number_of_replicas_it_begins_again_within_what_is_left() -> None:
+def test_search_with_other_replicas_starts_again_within_the_rest_of_the_budget() -> None:
     four = Search(hdet.Scout(), num_replicas=4, total_steps=1500)
     four.record_round([Observation(factor, curve(factor)) for factor in four.factors])
     eight = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
@@ -820,7 +823,7 @@ def test_with_another_number_of_replicas_it_begins_again_within_what_is_left() -
     assert eight.is_over
 
 
-def test_a_range_is_tried_in_as_many_rounds_as_it_takes() -> None:
+def test_sweep_grid_covers_the_range_in_several_rounds() -> None:
     grid = SweepGrid(4.0, 3)
     places = [grid.places(5, number, grid.num_rounds) for number in range(grid.num_rounds)]
     assert sorted(place for one in places for place in one) == list(range(5, 5 + grid.num))
@@ -837,13 +840,13 @@ def test_a_range_is_tried_in_as_many_rounds_as_it_takes() -> None:
         ({"batch_rule": "cubic"}, "`batch_rule` must be one of"),
     ],
 )
-def test_bad_settings_are_refused(options: dict[str, float], words: str) -> None:
+def test_scout_refuses_bad_settings(options: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hdet.Scout(**options)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 90), st.integers(91, 400))
-def test_the_schedule_ends_with_the_run(scouted: int, total: int) -> None:
+def test_schedule_clock_ends_with_the_run_after_a_search(scouted: int, total: int) -> None:
     clock = ScheduleClock(0, total)
     clock.scouted(scouted)
     moves = [clock.due(step) for step in range(scouted + 1, total + 1)]
@@ -852,7 +855,7 @@ def test_the_schedule_ends_with_the_run(scouted: int, total: int) -> None:
     assert max(moves) - min(moves) <= 1
 
 
-def test_from_far_too_high_what_diverges_is_no_noise() -> None:
+def test_jumps_of_diverged_replicas_are_not_the_noise_of_the_lowest() -> None:
     """Losses of a run on feeds from a hundred times the best: but for the lowest all diverge, and
     their jumps are no noise of it. It went up for more, found nothing and kept what was given."""
     losses = [2.16, 4.95, 3.63, 1499.0, 2.3e5, 3.6e7, 3.8e8, 1.4e11]
@@ -872,7 +875,7 @@ def test_from_far_too_high_what_diverges_is_no_noise() -> None:
 
 
 @pytest.mark.parametrize(("score", "is_known"), [(3.0, True), (-2.0, False)])
-def test_beyond_an_unsure_explosion_it_is_looked_for_unless_more_gains(
+def test_uncertain_explosion_counts_only_if_no_higher_learning_rate_gains(
     score: float, is_known: bool
 ) -> None:
     unsure = [Observation(1.0, 2.0, 1.0), Observation(10.0, 4.5, 2.0)]
@@ -882,7 +885,7 @@ def test_beyond_an_unsure_explosion_it_is_looked_for_unless_more_gains(
     assert found is None or 100 < found < 1e3
 
 
-def test_what_close_rounds_do_not_confirm_is_kept_away_from_an_explosion() -> None:
+def test_choice_without_a_confirming_refinement_stays_away_from_the_divergence_threshold() -> None:
     def begun(close: Sequence[float], optimizer: str = "AdamW") -> Estimate:
         search = Search(hdet.Scout(), num_replicas=8, total_steps=1500, optimizer=optimizer)
         # The best of the sweep lies next to where scores explode.
@@ -901,7 +904,7 @@ def test_what_close_rounds_do_not_confirm_is_kept_away_from_an_explosion() -> No
         return begin._replace(factor=begin.factor / search.divergence)
 
     flat = begun([2.0, 2.1, 1.95, 2.05, 2.0, 2.1, 1.9, 2.05])
-    assert flat.why == TOO_SHORT
+    assert flat.reason is Reason.ROUNDS_TOO_SHORT
     assert flat.factor == pytest.approx(1 / 60, rel=1e-6)
-    assert begun([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.5]).why != TOO_SHORT
-    assert begun([2.0] * 8, "SGD").why != TOO_SHORT  # nobody has tried
+    assert begun([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.5]).reason is not Reason.ROUNDS_TOO_SHORT
+    assert begun([2.0] * 8, "SGD").reason is not Reason.ROUNDS_TOO_SHORT  # nobody has tried

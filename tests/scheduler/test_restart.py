@@ -26,7 +26,7 @@ RESTART = hdet.Scout(restart=True, share=0.1)  # the tests are short
 def stuck_after(losses: list[float], error: float | None, first: float) -> int | None:
     """Return the number of cycles after which the detector reports a stall."""
     watch = StallDetector()
-    watch.begin(first)
+    watch.set_first_loss(first)
     found = (n for n, loss in enumerate(losses, start=1) if watch.reason(loss, error))
     return next(found, None)
 
@@ -62,7 +62,7 @@ def test_stall_detector_accepts_a_falling_loss(losses: list[float], error: float
 
 def test_stall_detector_reports_nothing_without_losses() -> None:
     watch = StallDetector()
-    watch.begin(None)
+    watch.set_first_loss(None)
     assert watch.reason(None, None) is None
 
 

@@ -81,9 +81,9 @@ class RowGuards:
     def _judge(self, row: int, loss: float, error: float | None, finite: bool) -> None:
         watch = self._watches[row]
         assert self._first is not None
-        watch.begin(self._first[row])
+        watch.set_first_loss(self._first[row])
         sound = finite and math.isfinite(loss)
-        reason = watch.spiked(loss, error) if sound else watch.lost("not finite")
+        reason = watch.check_cycle(loss, error) if sound else watch.record_failure("not finite")
         if reason is None:
             self.scales[row] *= watch.scale_correction
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
@@ -92,7 +92,7 @@ class RowGuards:
         self.returns[row] += 1
         for kept, tensor in zip(self._kept, self._tensors(), strict=True):
             tensor[row] = kept[row]
-        if watch.gives_up:
+        if watch.is_out_of_retries:
             self.stopped.add(row)
             self.scales[row] = 0.0
-        self.scales[row] *= watch.factor()
+        self.scales[row] *= watch.scale_factor()

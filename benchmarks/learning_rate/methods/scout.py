@@ -16,7 +16,7 @@ from hdet.control.stall_detector import (
     is_far_off,
     is_too_late_to_restart,
 )
-from hdet.lr_search.reasons import NOTHING_FOUND
+from hdet.lr_search.reasons import Reason, describe
 
 
 def with_scout(
@@ -41,7 +41,7 @@ def with_scout(
             "edge": search.lowest_lost,
             "explosion": search.divergence,
             "found": search.found,
-            "reason": search.reason,
+            "reason": describe(search.reasons),
             "returns": watch.returns[row] if watch is not None else 0,
         }
         for row, search in enumerate(searches)
@@ -59,7 +59,7 @@ def with_restart(bench: Bench, runs: Sequence[Run]) -> list[Ended]:
     watched = []
     for place, (run, search) in enumerate(zip(runs, looks, strict=True)):
         begin = start_of(bench, search)
-        if not is_far_off(begin.factor) or begin.factor > 1 or begin.why == NOTHING_FOUND:
+        if not is_far_off(begin.factor) or begin.factor > 1 or begin.reason is Reason.NOTHING_FOUND:
             watched.append(place)
             plans[place] = plans[place]._replace(peaks=(run.lr,) * len(plans[place].peaks))
     stuck = stuck_at(bench, plans) if watched else []  # a single row has no rule for vmap
@@ -92,7 +92,7 @@ def stuck_at(bench: Bench, runs: Sequence[RowPlan]) -> list[int | None]:
         means.add(losses)
         if now == 0:
             for watch, loss in zip(watches, losses.tolist(), strict=True):
-                watch.begin(loss)
+                watch.set_first_loss(loss)
         steps = [run.begin + now + 1 for run in runs]
         ends = [row for row, step in enumerate(steps) if step % bench.sync_every == 0]
         finite = fleet.weights.isfinite().all(1).tolist() if ends else []

@@ -1,4 +1,4 @@
-"""Who explores what: the multipliers of the spread, and which replica gets which of them.
+"""Assignment: the multipliers of the spread, and which replica uses which of them.
 
 Plain Python, no torch: every process computes the same answer, bit for bit.
 """
@@ -24,8 +24,8 @@ def multipliers(num_replicas: int, spread: float) -> tuple[float, ...]:
 def assignment(num_replicas: int, *, seed: int, cycle: int, knob: str) -> tuple[int, ...]:
     """The permutation that gives replica r the multiplier number `assignment[r]` (paper, eq. 9).
 
-    It depends on (seed, cycle, knob) and on nothing else: no generator is read or written, so an
-    extra random draw on one replica cannot break the bijection.
+    It depends only on (seed, cycle, knob). No random generator is read, so an extra draw on one
+    replica cannot break the permutation.
 
     >>> sorted(assignment(4, seed=0, cycle=7, knob="lr/head"))
     [0, 1, 2, 3]
@@ -41,7 +41,7 @@ def assignment(num_replicas: int, *, seed: int, cycle: int, knob: str) -> tuple[
 def spread_out(
     num_replicas: int, spread: float, *, seed: int, cycle: int | None, knob: str
 ) -> tuple[float, ...]:
-    """Replica r's multiplier, for every r. Without a cycle, in the order of the replicas."""
+    """The multiplier of each replica; without a cycle in the order of the replicas."""
     fan = multipliers(num_replicas, spread)
     if cycle is None:
         return fan
@@ -52,14 +52,15 @@ Column = tuple[float, ...]
 
 DESIGNS = ("orthogonal", "latin", "permutation")
 CANDIDATES = 64
+"""Permutations that are compared for each column of a latin design."""
 
 
 def levels(
     kind: str, num_replicas: int, knobs: Sequence[str], *, seed: int, cycle: int
 ) -> list[Column]:
-    """For each knob the level of every replica. Depends on nothing but the arguments.
+    """The level of every replica, for each knob. It depends only on the arguments.
 
-    With more knobs than can be told apart they take turns: those that rest have only zeros.
+    With more knobs than N - 1 they take turns. A knob that rests has levels of zero.
 
     >>> levels("orthogonal", 2, ["dropout"], seed=0, cycle=1)
     [(-1.0, 1.0)]
@@ -81,7 +82,7 @@ def levels(
 
 
 def is_active(knob: int, num_knobs: int, num_replicas: int, cycle: int) -> bool:
-    """Whether it is this knob's turn to be spread: N replicas tell N - 1 knobs apart.
+    """Whether this knob is explored in this cycle: N replicas separate N - 1 knobs.
 
     >>> [[is_active(k, 3, 2, cycle) for k in range(3)] for cycle in range(3)]
     [[True, False, False], [False, True, False], [False, False, True]]
@@ -91,7 +92,7 @@ def is_active(knob: int, num_knobs: int, num_replicas: int, cycle: int) -> bool:
 
 
 def _orthogonal(num_replicas: int, num: int, seed: int, cycle: int) -> list[Column]:
-    """Columns with a mean of zero and no correlation, dealt anew at every cycle."""
+    """Columns with zero mean and no correlation, assigned anew in every cycle."""
     rows = _order(num_replicas, f"{seed}/{cycle}/rows")
     columns = contrasts(num_replicas)
     chosen = _order(len(columns), f"{seed}/{cycle}/columns")[:num]
@@ -104,7 +105,7 @@ def _orthogonal(num_replicas: int, num: int, seed: int, cycle: int) -> list[Colu
 
 @lru_cache(maxsize=64)
 def contrasts(num: int) -> tuple[Column, ...]:
-    """`num` - 1 orthogonal columns: of two levels where there is a Hadamard matrix, else waves.
+    """`num` - 1 orthogonal columns: two levels if a Hadamard matrix exists, else waves.
 
     >>> contrasts(4)[0]
     (1.0, -1.0, 1.0, -1.0)
@@ -129,7 +130,7 @@ def _to_one(column: Column) -> Column:
 
 
 def _hadamard(num: int) -> list[Column] | None:
-    """Sylvester's doubling of Paley's matrices, whose first column is all ones; none if neither."""
+    """A Hadamard matrix with a first column of ones, by Sylvester or Paley; None without one."""
     if num <= 2:
         return [(1.0,)] if num == 1 else [(1.0, 1.0), (1.0, -1.0)]
     half = _hadamard(num // 2) if num % 2 == 0 else None
@@ -149,7 +150,7 @@ def _hadamard(num: int) -> list[Column] | None:
 
 
 def _latin(num_replicas: int, num: int, seed: int, cycle: int) -> list[Column]:
-    """Even levels; in N cycles every replica has every level of every knob once."""
+    """Even levels: in N cycles every replica has every level of every knob once."""
     columns = _apart(num_replicas, num, seed)
     return [
         tuple(column[(r + cycle) % num_replicas] for r in range(num_replicas)) for column in columns
@@ -158,7 +159,7 @@ def _latin(num_replicas: int, num: int, seed: int, cycle: int) -> list[Column]:
 
 @lru_cache(maxsize=64)
 def _apart(num_replicas: int, num: int, seed: int) -> tuple[Column, ...]:
-    """Permutations of the levels, each the least correlated of many with those before it."""
+    """Permutations of the levels, each the candidate with the least correlation to the others."""
     columns: list[Column] = []
     for knob in range(num):
         candidates = [

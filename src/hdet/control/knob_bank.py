@@ -1,31 +1,18 @@
-"""Where every knob stands: scales, multipliers, and when the controller is asked.
+"""The knobs of a run: their scales, and when the controller takes over.
 
 Plain Python, no torch: every process computes the same answer, bit for bit.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from hdet.control.assignment import levels, spread_out
-from hdet.control.controller import Controller, Evidence, Move, ScaleState, decay_only, direction
+from hdet.control.controller import Controller, ScaleState, complete_controller
+from hdet.control.controller_loop import ControllerLoop, CycleMoves, comparable_scores
+from hdet.control.exploration import Exploration, num_cycles
 from hdet.control.knob_state import KnobInfo, KnobState, first_state
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.control.paper import decay_rate
-from hdet.control.regression import DecayedSlope, Noise, Slope
-from hdet.control.regression import fit_slopes as joint_fit
-
-
-class CycleMoves(NamedTuple):
-    """What the controller made of one cycle."""
-
-    weights: list[float] | None
-    """The weight of every replica; none if the controller was not asked, or does not weigh."""
-    moves: list[Move]
-    """One for each knob."""
-    slopes: list[Slope | None]
-    """What the joint fit says about each knob in this cycle."""
+from hdet.control.regression import DecayedSlope, Noise
 
 
 class KnobBank:
@@ -43,26 +30,45 @@ class KnobBank:
         total_steps: int | None,
         one_cycle: OneCycleBounds | None = None,
     ) -> None:
+        """
+        Args:
+            explored: The knobs.
+            num_replicas: Replicas of the run.
+            design: Which replica explores what: one of `assignment.DESIGNS`.
+            sync_every: Steps of a cycle.
+            seed: The seed of the assignments.
+            controller: What moves the knobs; None keeps them where they are.
+            total_steps: Steps of the run; None if not known.
+            one_cycle: The bounds of the base schedule whose decay the controller takes over
+                (paper, eq. 8); None leaves the decay to the base schedule.
+        """
         self.knobs = [KnobState(about, first_state(about)) for about in explored]
         self.cycle = 0
         self.started = False
         """Whether the controller has taken over."""
         self.closed = False
-        """Whether exploration has ended: everyone uses the centre of the spread."""
+        """Whether exploration has ended: all replicas use the centre of the spread."""
         self.held: list[float] | None = None
-        """The learning rates at the hand-over, if the controller took over from the base."""
-        self._noise = Noise()
+        """The learning rates at the hand-over, if the controller took over the decay."""
         self._num_replicas = num_replicas
-        self._design = design
         self._sync_every = sync_every
-        self._seed = seed
-        self._controller = controller if num_replicas > 1 else None
         self._total_steps = total_steps
-        # If set, the controller takes the decay over from this base schedule (paper, eq. 8).
         self._one_cycle_bounds = one_cycle
+        self._controller = None
+        if controller is not None and num_replicas > 1:
+            self._controller = complete_controller(controller)
+        self._loop = ControllerLoop(self._controller)
+        self._exploration = Exploration(
+            design,
+            seed=seed,
+            sync_every=sync_every,
+            total_steps=total_steps,
+            cooldown=0.0 if self._controller is None else self._controller.cooldown,
+        )
 
     @property
     def needs_losses(self) -> bool:
+        """Whether the controller compares the losses of replicas."""
         return self._controller is not None and not self.closed
 
     @property
@@ -71,6 +77,7 @@ class KnobBank:
         return sum(knob.info.spread != 0 for knob in self.knobs)
 
     def is_spread(self) -> bool:
+        """Whether replicas use different values of any knob in this cycle."""
         return any(knob.is_spread() for knob in self.knobs)
 
     def scales(self) -> dict[str, float]:
@@ -79,48 +86,16 @@ class KnobBank:
 
     def fan_out(self) -> None:
         """Give every replica its place in the spread of every knob (paper, eqs. 1 and 9)."""
-        if self._design == "permutation":
-            for knob in self.knobs:
-                self._permute(knob)
-            return
-        rests = self.closed or self._is_cooling()
-        spread = [knob for knob in self.knobs if knob.info.spread and not rests]
-        columns = levels(
-            self._design,
+        self._exploration.assign(
+            self.knobs,
             self._num_replicas,
-            [knob.name for knob in spread],
-            seed=self._seed,
             cycle=self.cycle,
+            started=self.started,
+            closed=self.closed,
         )
-        for knob in self.knobs:
-            knob.levels = (0.0,) * self._num_replicas
-        for knob, column in zip(spread, columns, strict=True):
-            knob.levels = column
-
-    def _is_cooling(self) -> bool:
-        """Whether the run is in the last share in which nothing is explored."""
-        share = getattr(self._controller, "cooldown", 0.0)
-        if not share or self._total_steps is None:
-            return False
-        return self.cycle >= _cycles_until(self._total_steps, self._sync_every) * (1 - share)
-
-    def _permute(self, knob: KnobState) -> None:
-        rests = self.closed or self._is_cooling()
-        fan = spread_out(
-            self._num_replicas,
-            0.0 if rests else knob.info.spread if knob.info.groups else 1.0,
-            seed=self._seed,
-            # Before the hand-over in the order of the replicas, as in the paper.
-            cycle=self.cycle if self.started else None,
-            knob=knob.name,
-        )
-        if knob.info.groups:
-            knob.multipliers = fan
-        else:
-            knob.levels = tuple(multiplier - 1 for multiplier in fan)
 
     def factors_of_groups(self, replica: int | None, num_groups: int) -> list[float]:
-        """What the learning rate of each group is multiplied by: of a replica, or in the centre."""
+        """The factor on the learning rate of each group, for a replica or for the centre (None)."""
         factors = [1.0] * num_groups
         for knob in self.knobs:
             factor = knob.state.scale if replica is None else knob.factor(replica)
@@ -136,7 +111,7 @@ class KnobBank:
     def base_lrs(self, base: Sequence[float]) -> list[float]:
         """The base schedule's learning rates, or those held at the hand-over.
 
-        Only what is explored is handed over: the rest goes on with its schedule.
+        Only explored groups are handed over; the others go on with their schedule.
         """
         if self.held is None:
             return list(base)
@@ -151,122 +126,51 @@ class KnobBank:
         errors: Sequence[float | None] = (),
         scores: Sequence[Sequence[float]] | None = None,
     ) -> CycleMoves:
-        """Ask the controller about every knob, with what the replicas that are fit have shown.
+        """Ask the controller about every knob, and move the knobs.
 
-        They are compared by `scores`, one for each batch of a probe, or else by their losses.
+        Args:
+            losses: The mean training loss of each replica; None if it has none.
+            fit: The healthy replicas.
+            errors: The standard error of each loss.
+            scores: The scores of each replica, one per batch of a probe; None to compare losses.
         """
-        shown = _compared_by(losses, scores, fit)
-        stood = [knob.factors() for knob in self.knobs]
-        if list(shown) != list(range(self._num_replicas)):  # most often everyone is
-            stood = [[factors[r] for r in shown] for factors in stood]
-        slopes = self._fit(shown, stood)
-        pause = self._pause(complete=len(shown) == len(fit) or scores is not None)
-        if pause is None and len(shown) < 2:
-            pause = "fewer than two replicas with a finite score"
-        means = {replica: fmean(row) for replica, row in shown.items()}
-        known = [errors[replica] for replica in means] if errors else []
-        told = list(means.values())
-        moves = []
-        for knob, slope, factors in zip(self.knobs, slopes, stood, strict=True):
-            moves.append(self._move(knob, slope, told, factors, known, pause))
-            knob.note_slope(slope)
-        if getattr(self._controller, "relative", False):
-            moves = self._against_each_other(moves)
-        for knob, move in zip(self.knobs, moves, strict=True):
-            knob.state = move.state
-        weights = None
-        if self._controller is not None and pause is None:
-            weights = self._controller.weigh(list(means.values()))
-        if weights is None:
-            return CycleMoves(None, moves, slopes)
-        named = dict(zip(shown, weights, strict=True))
-        return CycleMoves([named.get(r, 0.0) for r in range(self._num_replicas)], moves, slopes)
-
-    def _fit(
-        self, shown: Mapping[int, Sequence[float]], stood: Sequence[Sequence[float]]
-    ) -> list[Slope | None]:
-        if len(shown) < 2 or self.closed or not self.is_spread():
-            return [None] * len(self.knobs)
-        pairs = zip(self.knobs, stood, strict=True)
-        positions = [knob.positions(factors) for knob, factors in pairs]
-        before = [knob.slope for knob in self.knobs]
-        found = joint_fit(positions, list(shown.values()), self._noise, before)
-        self._noise = found.noise
-        for knob, slope in zip(self.knobs, found.slopes, strict=True):
-            # One that rests in this cycle keeps what it had: where knobs take turns, nothing else
-            # would ever tell how slopes vary.
-            knob.slope = knob.slope if slope is None else slope.slope
-        return found.slopes
-
-    def _move(
-        self,
-        knob: KnobState,
-        slope: Slope | None,
-        means: Sequence[float],
-        factors: Sequence[float],
-        errors: Sequence[float | None],
-        pause: str | None,
-    ) -> Move:
-        if self._controller is None or pause is not None:
-            return decay_only(knob.state, pause or "")
-        if not knob.info.spread:
-            return decay_only(knob.state, "not spread")
-        return self._controller.update(
-            knob.state,
-            Evidence(
-                means,
-                factors,
-                errors,
-                knob.info.space,
-                knob.width,
-                slope,
-            ),
+        shown = comparable_scores(losses, scores, fit)
+        return self._loop.move_knobs(
+            self.knobs,
+            shown,
+            errors,
+            num_replicas=self._num_replicas,
+            explores=not self.closed and self.is_spread(),
+            pause=self._pause(complete=len(shown) == len(fit) or scores is not None),
         )
 
-    def _against_each_other(self, moves: Sequence[Move]) -> list[Move]:
-        """The same without what the learning rates of all groups have in common."""
-        rates = [place for place, knob in enumerate(self.knobs) if knob.info.groups]
-        told = list(moves)
-        steps = [math.log(moves[p].state.scale / self.knobs[p].state.scale) for p in rates]
-        if not any(steps):
-            return told
-        before = [self.knobs[place].state.scale for place in rates]
-        for place, scale in zip(rates, self._centred(rates, moves), strict=True):
-            told[place] = moves[place]._replace(
-                state=moves[place].state._replace(scale=scale),
-                decision=direction(scale, before[rates.index(place)]),
-                reason=f"{moves[place].reason}, against the other groups",
-            )
-        return told
-
-    def _centred(self, rates: Sequence[int], moves: Sequence[Move]) -> list[float]:
-        """Where they come to if their mean stays; what is at a bound leaves it to the others."""
-        scales = [moves[place].state.scale for place in rates]
-        before = [self.knobs[place].state.scale for place in rates]
-        for _ in rates:
-            excess = math.fsum(math.log(a / b) for a, b in zip(scales, before, strict=True))
-            spaces = [self.knobs[place].info.space for place in rates]
-            edges = [space.low if excess > 0 else space.high for space in spaces]
-            free = [n for n, edge in enumerate(edges) if scales[n] != edge]
-            if not free or not excess:
-                break
-            for n in free:
-                scales[n] = spaces[n].clamped(scales[n] * math.exp(-excess / len(free)))
-        return scales
+    def _pause(self, *, complete: bool) -> str | None:
+        """Why the controller is not asked in this cycle; None if it is."""
+        if self._num_replicas == 1:
+            return "one replica: nothing to compare"
+        if self._controller is None:
+            return "no controller"
+        if not self.started:
+            return f"warm-up until step {self._controller.warmup_steps}"
+        if self.closed:
+            return "the schedule has ended"
+        if self._exploration.is_cooling(self.cycle):
+            return "cool-down: all replicas use what was found"
+        return None if complete else "no loss since the converge on demand"
 
     def rest(self) -> None:
-        """All replicas in the centre of every spread."""
+        """Put all replicas in the centre of every spread."""
         for knob in self.knobs:
             knob.multipliers = (1.0,) * (self._num_replicas if knob.multipliers else 0)
             knob.levels = (0.0,) * self._num_replicas
 
     def resize(self, num_replicas: int) -> None:
-        """So many replicas from now on, and all in the centre until they fan out again."""
+        """Change the number of replicas. All are in the centre before the next fan-out."""
         self._num_replicas = num_replicas
         self.rest()
 
     def rescale(self, factor: float) -> None:
-        """All learning rates begin this many times higher."""
+        """Multiply the scale of all learning rates."""
         for knob in self.knobs:
             if knob.info.groups:
                 scale = knob.info.space.clamped(knob.state.scale * factor)
@@ -275,7 +179,10 @@ class KnobBank:
     def start_if_due(self, step: int, base: Sequence[float], base_step: int | None = None) -> None:
         """Hand over to the controller at the first sync at which its warm-up is over.
 
-        The warm-up is that of the base schedule, which may be at another step than the run.
+        Args:
+            step: The step of the run.
+            base: The learning rates of the base schedule.
+            base_step: The step of the base schedule, which counts for the warm-up, if it differs.
         """
         due = step if base_step is None else base_step
         if self._controller is None or self.started or due < self._controller.warmup_steps:
@@ -286,22 +193,21 @@ class KnobBank:
             self.set_decays(step)
 
     def set_decays(self, step: int) -> None:
-        """From what is left of the run: every knob's way to its floor (paper, eq. 8)."""
+        """Set the decay of every knob to its floor over the rest of the run (paper, eq. 8)."""
         if self._one_cycle_bounds is None or self._total_steps is None:
             return
-        num_cycles = _cycles_until(self._total_steps, self._sync_every)
-        num_cycles -= step // self._sync_every
+        cycles_left = num_cycles(self._total_steps, self._sync_every) - step // self._sync_every
         for knob in self.knobs:
             if self.held is not None and knob.info.groups:
                 group = knob.info.groups[0]
                 held, floor = self.held[group], self._one_cycle_bounds.floors[group]
                 knob.state = knob.state._replace(
-                    decay=decay_rate(held * knob.state.scale, floor, num_cycles),
+                    decay=decay_rate(held * knob.state.scale, floor, cycles_left),
                     floor=floor / held,
                 )
 
     def end(self, *, close: bool) -> None:
-        """The schedule is over: no decay any more, and no spread if it is to `close`."""
+        """End the decay with the schedule, and the spread too if it is to `close`."""
         self.closed = close
         for knob in self.knobs:
             knob.state = knob.state._replace(decay=0.0)
@@ -313,7 +219,7 @@ class KnobBank:
             "closed": self.closed,
             "peaks": None if self._one_cycle_bounds is None else list(self._one_cycle_bounds.peaks),
             "held": self.held,
-            "noise": list(self._noise),
+            "noise": list(self._loop.noise),
             "knobs": [
                 {
                     "name": knob.name,
@@ -329,53 +235,16 @@ class KnobBank:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cycle, self.started = state["cycle"], state["started"]
         self.closed, self.held = state["closed"], state["held"]
-        self._noise = Noise(*state["noise"])
+        self._loop.noise = Noise(*state["noise"])
         for knob, saved in zip(self.knobs, state["knobs"], strict=True):
-            told = ScaleState(**{name: saved[name] for name in ScaleState._fields})
-            # Bounds are what the run is set to now.
-            knob.state = told._replace(scale=knob.info.space.clamped(told.scale))
+            loaded = ScaleState(**{name: saved[name] for name in ScaleState._fields})
+            # The bounds are those of the current settings.
+            knob.state = loaded._replace(scale=knob.info.space.clamped(loaded.scale))
             knob.slope = saved["slope"]
             knob.recent_slope = DecayedSlope(*saved["felt"])
-        if self._one_cycle_bounds is not None and state["peaks"] not in (
-            None,
-            self._one_cycle_bounds.peaks,
-        ):
-            # The run is set to another learning rate now: what is held moves along with it.
-            pairs = zip(state["peaks"], self._one_cycle_bounds.peaks, strict=True)
-            shifted_by = [new / old for old, new in pairs]
-            if self.held is not None:
-                self.held = [lr * by for lr, by in zip(self.held, shifted_by, strict=True)]
-
-    def _pause(self, *, complete: bool) -> str | None:
-        """Why the controller is not asked in this cycle, if it is not."""
-        if self._num_replicas == 1:
-            return "one replica: nothing to compare"
-        if self._controller is None:
-            return "no controller"
-        if not self.started:
-            return f"warm-up until step {self._controller.warmup_steps}"
-        if self.closed:
-            return "the schedule has ended"
-        if self._is_cooling():
-            return "cool-down: all replicas use what was found"
-        return None if complete else "no loss since the converge on demand"
-
-
-def _compared_by(
-    losses: Sequence[float | None],
-    scores: Sequence[Sequence[float]] | None,
-    fit: Sequence[int],
-) -> dict[int, Sequence[float]]:
-    """What each replica that is fit is compared by; without those that have no finite number."""
-    if scores is None:
-        return {r: [loss] for r in fit if (loss := losses[r]) is not None}
-    return {r: scores[r] for r in fit if scores[r] and all(map(math.isfinite, scores[r]))}
-
-
-def _cycles_until(step: int, sync_every: int) -> int:
-    """Cycles that have ended at the end of a run of so many steps; the last may be short.
-
-    >>> _cycles_until(100, 50), _cycles_until(101, 50)
-    (2, 3)
-    """
-    return -(-step // sync_every)
+        bounds, old_peaks = self._one_cycle_bounds, state["peaks"]
+        if self.held is None or bounds is None or old_peaks in (None, bounds.peaks):
+            return
+        # The settings have another learning rate now, so the held ones move along with it.
+        factors = [new / old for old, new in zip(old_peaks, bounds.peaks, strict=True)]
+        self.held = [lr * factor for lr, factor in zip(self.held, factors, strict=True)]

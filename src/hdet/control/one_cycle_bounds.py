@@ -1,10 +1,15 @@
-"""Where OneCycleLR peaks and ends, for a controller that takes over its decay."""
+"""The bounds of OneCycleLR, for a controller that takes over its decay."""
 
 from typing import NamedTuple
 
 
 class OneCycleBounds(NamedTuple):
-    """Where OneCycleLR peaks and where it ends, for each knob."""
+    """The bounds of OneCycleLR.
+
+    Attributes:
+        peaks: The highest learning rate of each group.
+        floors: The last learning rate of each group.
+    """
 
     peaks: list[float]
     floors: list[float]

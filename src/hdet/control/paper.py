@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hdet._validation import check_integer, check_positive, check_range
-from hdet.control.controller import Evidence, Move, ScaleState, direction
+from hdet.control.controller import BaseController, Evidence, Move, ScaleState, direction
 
-# One sync may halve or double the scale, no more. The paper's update has no such bound: where the
-# decay is faster than the velocity forgets (1 - gamma < beta), an old velocity carries the
-# shrunken learning rate through zero.
 LARGEST_MOVE = 2.0
+"""One sync may halve or double the scale, no more. The paper's update has no such bound: where the
+decay is faster than the velocity forgets (1 - gamma < beta), an old velocity carries the shrunken
+learning rate through zero."""
 
 
 def softmax_weights(losses: Sequence[float], temperature: float) -> list[float]:
@@ -73,17 +73,33 @@ def decay_rate(start: float, floor: float, num_cycles: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PaperController:
-    """Auto-LR exactly as the paper defines it, with the sign of eq. 8 put right."""
+class PaperController(BaseController):
+    """Auto-LR as the paper defines it, with the sign of eq. 8 corrected.
+
+    Replicas with lower losses get larger weights (eq. 4). The weighted mean of their factors pulls
+    the scale (eqs. 5 to 7), which decays to its floor at the end of the run (eq. 8).
+
+    Args:
+        warmup_steps: Steps before the first sync that may move the scale (paper: S_warm).
+        momentum: The share of the old velocity that stays (paper: beta).
+        temperature: The loss difference that changes a weight by a factor e (paper: sigma).
+        step_size: How far the velocity moves the scale (paper: lambda).
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A number is out of its range.
+
+    >>> PaperController(temperature=0.2).momentum
+    0.9
+    """
 
     warmup_steps: int = 0
-    """Steps before the first sync that may move the scale (paper: S_warm)."""
     momentum: float = 0.9
-    """Share of the old velocity that stays (paper: beta)."""
     temperature: float = 0.1
-    """Loss difference that changes a weight by a factor e (paper: sigma)."""
     step_size: float = 0.5
-    """How far the velocity moves the scale (paper: lambda)."""
+
+    # The permutations of the paper (eq. 9): this controller judges each knob alone.
+    default_design = "permutation"
 
     def __post_init__(self) -> None:
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
@@ -92,7 +108,7 @@ class PaperController:
         check_positive("step_size", self.step_size)
 
     def weigh(self, losses: Sequence[float]) -> list[float]:
-        """The weight of each replica that is fit (paper, eq. 4)."""
+        """The weight of each healthy replica (paper, eq. 4)."""
         return softmax_weights(losses, self.temperature)
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:

@@ -1,7 +1,6 @@
-"""What the replicas' scores say about every knob at once: slopes and their standard errors.
+"""The slope of the score along every knob, by one joint least-squares fit, with standard errors.
 
-Plain Python floats, no torch. A joint least-squares fit: the effect of a knob is what is left of
-it when all the others are held, so that a noisy knob cannot move another.
+Plain Python floats, no torch. The fit separates the knobs, so a noisy knob cannot move another.
 """
 
 import math
@@ -9,20 +8,24 @@ from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
-# A column of which the others explain all but this share cannot be told apart from them.
 MIN_LEFT_OVER_SHARE = 1e-6
-# Columns whose correlation is less than this have none.
+"""A column of which the others explain all but this share cannot be separated from them."""
 ROUNDING = 1e-12
-# Beyond it squares leave the range of a float: a run with such a loss is lost anyway.
-MAX_ERROR_RATIO = 1e100
-# How much of a cycle's slope counts one cycle later.
+"""Columns with a smaller correlation count as orthogonal."""
+MAX_SCORE = 1e100
+"""Squares of larger scores overflow; a run with such a loss is lost in any case."""
 SLOPE_MEMORY = 0.9
-# How much of what was known about the noise is kept from one cycle to the next.
+"""The weight of a cycle's slope one cycle later."""
 NOISE_MEMORY = 0.85
+"""The weight of a cycle's noise one cycle later."""
+MIN_RELATIVE_ERROR = 1e-3
+"""The smallest error of a slope, as a share of it: it limits the weight of noiseless slopes."""
+MIN_ERROR = 1e-100
+"""A slope with a smaller error is left out: its weight overflows."""
 
 
 class Noise(NamedTuple):
-    """What the fits of earlier cycles left unexplained: a variance, and how well it is known."""
+    """The variance that earlier fits left unexplained: its sum of squares, and its freedom."""
 
     squares: float = 0.0
     freedom: float = 0.0
@@ -33,19 +36,23 @@ class Noise(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """d score / d position of one knob."""
+    """d score / d position of one knob.
+
+    Attributes:
+        slope: The slope.
+        error: Its standard error; None while the noise is not known.
+        freedom: The degrees of freedom of the error.
+    """
 
     slope: float
     error: float | None
-    """Its standard error; none where nothing is known about the noise."""
     freedom: float = math.inf
-    """How well the error is known: its degrees of freedom."""
 
     @property
     def in_errors(self) -> float | None:
-        """The slope in standard errors, less where those are themselves known badly.
+        """The slope in standard errors, lower if the error has few degrees of freedom.
 
-        Student's t as the normal variable that is as rare (to a few percent; never more).
+        Student's t is converted to the normal deviate that is as rare, within a few percent.
 
         >>> round(Slope(2.57, 1.0, freedom=5).in_errors, 1)
         1.9
@@ -59,31 +66,33 @@ class Slope(NamedTuple):
 
 
 class DecayedSlope(NamedTuple):
-    """The mean of the slopes of many cycles, each by its certainty, in which old ones fade."""
+    """The mean slope of many cycles, weighted by certainty; old cycles fade.
+
+    Attributes:
+        total: The sum of the weights.
+        weighted: The sum of the weighted slopes.
+        squares: The sum of the squared weights, each times the variance of its slope.
+        num: The number of cycles that count.
+    """
 
     total: float = 0.0
-    """Of the weights."""
     weighted: float = 0.0
-    """Of the weighted slopes."""
     squares: float = 0.0
-    """Of the squared weights, each times the variance of its slope."""
     num: float = 0.0
-    """So many cycles' worth of evidence."""
 
     def and_then(self, slope: float, error: float) -> "DecayedSlope":
-        """With one cycle more.
+        """The mean with one more cycle.
 
         >>> felt = DecayedSlope().and_then(1.0, 0.5).and_then(1.0, 0.5)
         >>> felt.slope
         1.0
         """
-        # Where there is no noise at all, a slope still counts no more than a thousand others.
-        error = max(error, 1e-3 * abs(slope))
-        if error < 1e-100:
+        error = max(error, MIN_RELATIVE_ERROR * abs(slope))
+        if error < MIN_ERROR:
             return self
         weight = 1 / error**2
-        # Slopes change in a run, and those of its first steps are small and sure: all before count
-        # no more together than as many cycles that are as sure as this one.
+        # Slopes change during a run, and the first ones are small and precise. So all earlier
+        # cycles together weigh no more than as many cycles as precise as this one.
         most = weight * SLOPE_MEMORY / (1 - SLOPE_MEMORY)
         keep = SLOPE_MEMORY if SLOPE_MEMORY * self.total <= most else most / self.total
         return DecayedSlope(
@@ -103,7 +112,7 @@ class DecayedSlope(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """One answer for each knob; none for a knob that was not spread or cannot be told apart."""
+    """One slope per knob, None for a knob without its own spread; and the noise so far."""
 
     slopes: list[Slope | None]
     noise: Noise
@@ -115,21 +124,27 @@ def fit_slopes(
     noise: Noise = Noise(),  # noqa: B008 (it is a tuple)
     before: Sequence[float | None] = (),
 ) -> Fit:
-    """`positions[knob][replica]`, `scores[replica][batch]` -> the slope of every knob.
+    """Fit the slope of every knob.
 
-    Two things make a slope uncertain: what replicas do by chance (what the fit leaves, pooled with
-    earlier cycles), and which batches they were scored on (the slopes of single batches). As many
-    knobs as replicas can tell apart leave nothing: then the slopes of the cycle `before` tell how
-    much they vary.
+    Two things make a slope uncertain: the chance of the replicas (the residuals of the fit, pooled
+    with earlier cycles) and the choice of the batches (the slopes of single batches). A fit with as
+    many knobs as replicas minus one has no residuals. Then the change of the slopes since the cycle
+    before shows how much they vary.
+
+    Args:
+        positions: The position of each replica, for each knob.
+        scores: The scores of each replica, one per batch.
+        noise: The noise of earlier cycles.
+        before: The slope of each knob in the cycle before.
 
     >>> one = fit_slopes([[-1.0, 1.0, -1.0, 1.0]], [[3.0], [5.0], [3.0], [5.0]])
     >>> one.slopes[0].slope, one.slopes[0].error, one.slopes[0].freedom
     (1.0, 0.0, 2.0)
     """
-    if max(map(max, scores)) > MAX_ERROR_RATIO or min(map(min, scores)) < -MAX_ERROR_RATIO:
+    if max(map(max, scores)) > MAX_SCORE or min(map(min, scores)) < -MAX_SCORE:
         return Fit([None] * len(positions), noise)
     columns = [_centred(column) for column in positions]
-    # From their middle: what all have in common would be rounded, and that is no evidence.
+    # Centred, since a large common value would cost precision.
     means = _centred([sum(row) / len(row) for row in scores])
     left, powers = _left_over(columns)
     slopes = [
@@ -155,8 +170,10 @@ def fit_slopes(
 def _from(
     before: Sequence[float | None], now: Sequence[float | None], powers: Sequence[float]
 ) -> Noise:
-    """What the change of slopes says about the noise: it has twice the variance of one slope, and
-    var(slope) = variance / power."""
+    """The noise from the change of slopes, whose variance is twice that of one slope.
+
+    var(slope) = variance / power.
+    """
     changes = [
         (b - a) ** 2 * power / 2
         for a, b, power in zip(before, now, powers, strict=False)
@@ -170,7 +187,7 @@ def _error(
 ) -> tuple[float | None, float]:
     """The standard error of a slope, and its degrees of freedom (Welch and Satterthwaite).
 
-    Batches alone cannot tell it: all of them see the same replicas, with the same luck.
+    Batches alone do not show it: all of them score the same replicas.
     """
     if noise.variance is None:
         return None, math.inf
@@ -190,7 +207,7 @@ def _error(
 def _left_over(
     columns: Sequence[list[float]],
 ) -> tuple[list[list[float] | None], list[float]]:
-    """What each of them has of its own, and its power; of a design as it was dealt all of it."""
+    """The part of each column that the others do not explain, and its sum of squares."""
     powers = [_dot(column, column) for column in columns]
     if _are_orthogonal(columns, powers):
         pairs = zip(columns, powers, strict=True)
@@ -200,10 +217,10 @@ def _left_over(
 
 
 def _are_orthogonal(columns: Sequence[list[float]], powers: Sequence[float]) -> bool:
-    """Most are, and to see it takes a hundredth of the time that it takes to make them so.
+    """Whether columns are orthogonal, in a hundredth of the time of making them so.
 
-    Then a sum of all, each times a number that has nothing to do with the others, has the sum of
-    their powers: as many products cannot cancel by chance.
+    The columns are summed with irrational weights. The sum has the summed power of the columns only
+    if all products of two columns are zero.
     """
     sizes = [math.sqrt(2 + place) for place in range(len(columns))]
     together = [_dot(sizes, row) for row in zip(*columns, strict=True)]
@@ -212,7 +229,7 @@ def _are_orthogonal(columns: Sequence[list[float]], powers: Sequence[float]) -> 
 
 
 def _unlike_others(columns: Sequence[list[float]], knob: int) -> list[float] | None:
-    """What the other columns do not explain of this one (Frisch and Waugh); none if nothing."""
+    """The part of a column that the others do not explain (Frisch and Waugh); None if too small."""
     own = columns[knob]
     power = _dot(own, own)
     if power == 0:
@@ -227,7 +244,7 @@ def _unlike_others(columns: Sequence[list[float]], knob: int) -> list[float] | N
 
 
 def orthogonal_residual(column: Sequence[float], basis: Sequence[list[float]]) -> list[float]:
-    """What columns that are orthogonal to each other leave of another."""
+    """The residual of a column after a fit by columns that are orthogonal to each other."""
     rest = list(column)
     for one in basis:
         share = _dot(rest, one) / _dot(one, one)
@@ -239,12 +256,12 @@ def _unexplained(
     columns: Sequence[list[float]], slopes: Sequence[float | None], scores: Sequence[float]
 ) -> list[float]:
     known = [slope or 0.0 for slope in slopes]
-    told = [_dot(known, row) for row in zip(*columns, strict=True)]
-    return [a - b for a, b in zip(_centred(scores), told, strict=True)]
+    fitted = [_dot(known, row) for row in zip(*columns, strict=True)]
+    return [a - b for a, b in zip(_centred(scores), fitted, strict=True)]
 
 
 def _centred(values: Sequence[float]) -> list[float]:
-    # Equal values have no spread, whatever rounding makes of their mean.
+    # Equal values have no spread; their rounded mean may differ from them.
     if all(value == values[0] for value in values):
         return [0.0] * len(values)
     centre = sum(values) / len(values)

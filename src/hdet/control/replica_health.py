@@ -6,18 +6,32 @@ from typing import NamedTuple
 
 
 class ReplicasLost(RuntimeError):
-    """No replica is left with finite weights and a finite loss: there is nothing to go on from."""
+    """The run cannot go on: no replica is healthy, or the guard has used all its retries.
+
+    A healthy replica has finite weights and a finite loss. The message names the step and the
+    cause. After a guard has stopped the run, all replicas have its last good weights: save them,
+    and resume with a lower learning rate. Otherwise resume from the last checkpoint.
+
+    Args:
+        message: What happened, and what helps.
+    """
 
 
 class ReplicaHealth(NamedTuple):
-    """The replicas that are fit to be averaged, and why each of the others is not."""
+    """The replicas that are averaged, and why each of the others is not.
+
+    Attributes:
+        fit: The replicas that are averaged.
+        excluded: The other replicas, each with the reason.
+        sound: The replicas with finite weights and losses: they can be compared, also outliers.
+    """
 
     fit: tuple[int, ...]
     excluded: dict[int, str]
     sound: tuple[int, ...] = ()
-    """Those that can be compared: what is finite tells something, also where it is far worse."""
 
     def without(self, outliers: Mapping[int, str]) -> "ReplicaHealth":
+        """The same with outliers excluded, which can still be compared."""
         fit = tuple(replica for replica in self.fit if replica not in outliers)
         return self._replace(fit=fit, excluded={**self.excluded, **outliers})
 
@@ -25,7 +39,10 @@ class ReplicaHealth(NamedTuple):
 def check_health(
     losses: Sequence[float | None], finite_weights: Sequence[bool], *, step: int
 ) -> ReplicaHealth:
-    """A replica is fit if its weights are finite and its loss, where it has one, is too.
+    """Find the replicas with finite weights and a finite loss, where they have one.
+
+    Raises:
+        ReplicasLost: No replica has both.
 
     >>> check_health([0.5, float("nan")], [True, True], step=10)
     ReplicaHealth(fit=(0,), excluded={1: 'loss is nan'}, sound=(0,))

@@ -1,4 +1,4 @@
-"""Where a knob lives: the space in which its steps are even, and the bounds it may not leave.
+"""The space of a knob: the scale on which its steps are even, and its bounds.
 
 Plain Python, no torch: every process computes the same answer, bit for bit.
 """
@@ -42,7 +42,7 @@ class Space:
             )
 
     def position(self, value: float) -> float:
-        """Where a value lies; one on the rim of a logit space lies at infinity."""
+        """The position of a value; 0 and 1 of a logit space lie at infinity."""
         if self.kind == "log":
             return math.log(value)
         if self.kind == "linear":
@@ -62,24 +62,27 @@ class Space:
         return min(max(value, self.low), self.high)
 
     def clamped(self, value: float) -> float:
-        """Within the bounds, but for what lies on the rim of the space: that stays."""
+        """The value within the bounds. A zero stays, except in a linear space."""
         if value == 0 and self.kind != "linear":
             return value
         return min(max(value, self.low), self.high)
 
     def shifted(self, value: float, by: float) -> float:
-        """A value that lies so far from another."""
+        """The value at a distance `by` from another."""
         return self.value(self.position(value) + by) if by else value
 
     def width(self, spread: float) -> float:
-        """How far a spread reaches: by a factor 1 + spread of the value (of the odds in a logit
-        space), or by the spread itself in a linear one."""
+        """The distance that a spread covers.
+
+        A factor 1 + spread of the value in a log space, and of the odds in a logit space. The
+        spread itself in a linear space.
+        """
         return spread if self.kind == "linear" else math.log1p(spread)
 
     def carried(self, value: float, start: float, base: float) -> float:
-        """What `base` becomes where `start` became `value`: the same way through the space.
+        """Move `base` by the distance from `start` to `value`.
 
-        A base on the rim stays there: no factor makes a weight decay of zero another.
+        A base at the rim of the space stays: no factor changes a weight decay of zero.
 
         >>> Space("log", 1e-4, 1.0).carried(0.2, start=0.1, base=0.01)
         0.02

@@ -1,47 +1,48 @@
-"""Whether a run that has just begun gets anywhere. Plain Python, the same on every process."""
+"""StallDetector: whether a young run makes progress. Plain Python, the same everywhere."""
 
 import math
 from typing import NamedTuple
 
 MAX_CYCLE, MAX_SHARE_OF_RUN = 10, 3
-"""So many cycles are looked at, in the first third of a run: later there is too much to lose."""
+"""A run restarts in its first cycles, at most this many, and in its first third: later it loses too
+much."""
 PATIENCE, MIN_PROGRESS = 2, 0.01
-"""So many cycles in a row that add no more than this share to all that was gained, or no more than
-their noise; ..."""
-MIN_SIGNIFICANCE = 2.5
-"""... or one that is worse by so many standard errors."""
-FAR_OFF = 4.0
-"""A learning rate is the wrong one if a better one is so many times higher or lower."""
+"""A run stalls if this many cycles in a row add no more than this share of the gain so far, or no
+more than their noise."""
+MIN_RISE_IN_ERRORS = 2.5
+"""A run stalls as well if one cycle is worse by this many standard errors."""
+FAR_OFF_RATIO = 4.0
+"""A learning rate is the cause if a better one is this many times higher or lower."""
 
 
 class CycleLoss(NamedTuple):
-    """Of one cycle, and its standard error."""
+    """The mean loss of one cycle, and its standard error."""
 
     mean: float
     error: float
 
 
 class StallDetector:
-    """Losses of the first cycles -> whether to start again.
+    """Tells from the losses of the first cycles whether a run stalls.
 
-    A learning rate that is far too high need not make a loss explode: a model that has learnt to
-    guess stays there, and a guard sees nothing but a calm loss. What gives it away is that the
-    loss falls no more while the run has hardly begun.
+    A learning rate that is far too high does not always make the loss explode: a model that has
+    learnt to guess stays there, and a guard sees a calm loss. Such a run shows a loss that does not
+    fall any more although the run has hardly started.
     """
 
     def __init__(self) -> None:
         self._past: list[CycleLoss] = []
-        """That before the first step, if it is known, and those of all cycles."""
-        self._begun = False
+        """The loss before the first step, if it is known, and those of all cycles."""
+        self._has_started = False
 
-    def begin(self, loss: float | None, error: float = 0.0) -> None:
-        """The loss before the first step: no cycle should be above it."""
-        if not self._begun and loss is not None:
-            self._past, self._begun = [CycleLoss(loss, error)], True
+    def set_first_loss(self, loss: float | None, error: float = 0.0) -> None:
+        """Set the loss before the first step, unless a cycle has ended."""
+        if not self._has_started and loss is not None:
+            self._past, self._has_started = [CycleLoss(loss, error)], True
 
     def reason(self, loss: float | None, error: float | None) -> str | None:
-        """Why a run is stuck after one cycle more, if it is."""
-        self._begun = True
+        """Record a cycle: why the run stalls, or None if it does not."""
+        self._has_started = True
         if loss is None:
             return None
         if not math.isfinite(loss):
@@ -51,7 +52,7 @@ class StallDetector:
         if len(self._past) == 1:
             return None
         before = min(self._past[:-1])
-        if error and loss - before.mean > MIN_SIGNIFICANCE * math.hypot(now.error, before.error):
+        if error and loss - before.mean > MIN_RISE_IN_ERRORS * math.hypot(now.error, before.error):
             return f"loss {loss:.4g} after {before.mean:.4g}"
         if len(self._past) > PATIENCE and self._is_idle():
             return f"loss {loss:.4g} after {before.mean:.4g} hardly falls any more"
@@ -76,9 +77,9 @@ def is_too_late_to_restart(cycle: int, step: int, total_steps: int | None) -> bo
 
 
 def is_far_off(factor: float) -> bool:
-    """Whether a learning rate is so far from the one that was given that this is the fault.
+    """Whether a better learning rate is so far from the given one that the given one is the cause.
 
     >>> is_far_off(0.1), is_far_off(0.5), is_far_off(30.0)
     (True, False, True)
     """
-    return not 1 / FAR_OFF < factor < FAR_OFF
+    return not 1 / FAR_OFF_RATIO < factor < FAR_OFF_RATIO

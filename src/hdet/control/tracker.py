@@ -1,43 +1,62 @@
-"""Noise-aware tracking: move a knob as far as the evidence is beyond doubt, else abstain.
+"""Tracker: the noise-aware controller. It moves a knob on strong evidence, else it abstains.
 
-Plain Python floats, no torch. The evidence of a cycle is the slope of the joint fit in units of its
-standard error, so that nothing depends on the scale of the loss.
+Plain Python floats, no torch.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdet._validation import check_flag, check_integer, check_positive, check_range
-from hdet.control.controller import Evidence, Move, ScaleState, decay_only, direction
+from hdet.control.controller import (
+    BaseController,
+    Evidence,
+    Move,
+    ScaleState,
+    decay_only,
+    direction,
+)
 
-# A direction that is confirmed makes the next move longer, one that is reversed makes it shorter.
 LONGER, SHORTER = 1.2, 0.5
+"""Factors on the reach after a move in the same direction, and after one back."""
 SHORTEST = 0.05
-"""The least reach, in units of the spread."""
+"""The shortest reach, in units of the spread."""
 NARROWEST = 0.25
-"""The least share of the spread that replicas use: with none there is nothing to compare."""
+"""The smallest share of the spread that replicas use: without spread nothing can be compared."""
 SUREST = 10.0
-"""Where there is no noise at all, a sign is as sure as can be, and no surer."""
+"""The most standard errors that one cycle may add, also where there is no noise at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tracker:
-    """Steps in each knob's own space by slope / standard error, within a trust region."""
+class Tracker(BaseController):
+    """Moves each knob by its slope over the standard error, within a trust region.
+
+    The evidence of a cycle is the slope of the joint fit in standard errors, so the scale of the
+    loss does not matter. A knob stays where it is while the evidence is weak.
+
+    Args:
+        warmup_steps: Steps before the first sync that may move a knob.
+        momentum: The share of the earlier evidence that stays with the next cycle.
+        threshold: The evidence, in standard errors, below which a knob stays.
+        trust: The longest move of a cycle, in units of the knob's spread.
+        cooldown: The last share of a run, of known length, in which nothing is explored: all
+            replicas use what was found.
+        relative: Whether the learning rates of groups move only against each other, while a scout
+            sets their mean. Short comparisons prefer lower learning rates for all groups together.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A number is out of its range.
+
+    >>> Tracker(cooldown=0.2).threshold
+    2.0
+    """
 
     warmup_steps: int = 0
-    """Steps before the first sync that may move a knob."""
     momentum: float = 0.5
-    """Share of the earlier evidence that stays with the next cycle."""
     threshold: float = 2.0
-    """Evidence, in standard errors, below which a knob stays where it is."""
     trust: float = 2.0
-    """The longest move of a cycle, in units of the knob's spread."""
     cooldown: float = 0.1
-    """The last share of a run, of known length, in which all replicas use what was found."""
     relative: bool = False
-    """Whether the learning rates of groups move against each other alone, and leave their mean to a
-    scout: what is better at once is lower for all of them (docs/settle.md), higher for some."""
 
     def __post_init__(self) -> None:
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
@@ -46,9 +65,6 @@ class Tracker:
         check_positive("trust", self.trust)
         check_range("cooldown", self.cooldown, least=0, below=1)
         check_flag("relative", self.relative)
-
-    def weigh(self, losses: Sequence[float]) -> None:
-        """It looks at slopes, not at replicas."""
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
         """u <- u + reach x tanh(z / 2), with z the faded sum of -slope / error."""
@@ -62,9 +78,11 @@ class Tracker:
         mass = self.momentum**2 * state.mass + 1
         state = state._replace(pull=pull, mass=mass)
         sure = pull / math.sqrt(mass)
-        told = f"slope {slope:+.3g} ± {error:.2g}: {sure:+.1f} standard errors"
+        evidence_text = f"slope {slope:+.3g} ± {error:.2g}: {sure:+.1f} standard errors"
         if abs(sure) < self.threshold:
-            move = decay_only(state, f"abstained: {told}, fewer than {self.threshold:g}", "abstain")
+            move = decay_only(
+                state, f"abstained: {evidence_text}, fewer than {self.threshold:g}", "abstain"
+            )
             return move._replace(hypergradient=-slope, error=error)
         reach = self._reach(state, sure)
         decayed = state.scale * (1 - state.decay)
@@ -80,7 +98,7 @@ class Tracker:
             ),
             hypergradient=-slope,
             decision=direction(scale, decayed),
-            reason=told + (", at its bound" if at_bound else ""),
+            reason=evidence_text + (", at its bound" if at_bound else ""),
             error=error,
         )
 

@@ -1,27 +1,129 @@
-"""What rounds of a search observed: scores, their errors, and bad batches."""
+"""What rounds of a search observed: scores, their errors, bad batches, and the log of them all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hdet.lr_search.constants import DIVERGED_NOISE_RATIO, OVERFLOW, SINGLE_SCORE_NOISE
+from hdet.lr_search.constants import (
+    BAD_BATCH_ALLOWANCE,
+    DIVERGED_NOISE_RATIO,
+    OVERFLOW,
+    SINGLE_SCORE_NOISE,
+)
+from hdet.lr_search.transfer import GradientNorms
 
 
 class Observation(NamedTuple):
-    """What one learning rate came to."""
+    """The result of one learning rate in one round.
+
+    Attributes:
+        factor: The learning rate, in units of the given one.
+        score: The score, lower is better; None if it is not finite.
+        error: The standard error of the score against the others of the round.
+        glitch: Whether a bad batch may be the cause of the score, and not the learning rate.
+    """
 
     factor: float
     score: float | None
-    """Lower is better; none if it is not finite."""
     error: float = 0.0
-    """Its standard error against the others."""
     glitch: bool = False
-    """Whether a bad batch may have done it, and not the learning rate."""
 
     def shifted_by(self, by: float) -> "Observation":
-        """The same on other batches, where all scores are higher by so much."""
+        """The observation on other batches, whose scores are all higher by `by`."""
         return self if self.score is None else self._replace(score=self.score + by)
+
+
+class Observations(NamedTuple):
+    """All that a search has observed, as `estimate` reads it.
+
+    Attributes:
+        points: The observations of all sweeps, by learning rate.
+        refined: The observations of the refinement, by learning rate.
+        start_score: The score of the weights before the search; None if not known.
+        noise: The gradient noise of one replica; None if not known.
+    """
+
+    points: Sequence[Observation]
+    refined: Sequence[Observation] = ()
+    start_score: float | None = None
+    noise: float | None = None
+
+
+class RoundLog:
+    """The rounds of a search, in the order they were made."""
+
+    def __init__(self) -> None:
+        self.start_scores: list[float] = []
+        """Scores of the weights before the search. Training losses give one in each round."""
+        self._by_place: dict[int, Observation] = {}
+        self._refined: list[Observation] = []
+        self._gradient_norms: list[GradientNorms] = []
+
+    def add_context(self, norms: GradientNorms | None, start_score: float | None) -> None:
+        """Add what a round shows beside the scores of its learning rates."""
+        if start_score is not None and abs(start_score) < OVERFLOW:
+            self.start_scores.append(start_score)
+        if norms is not None:
+            self._gradient_norms.append(norms)
+
+    def add_sweep(self, places: Iterable[int], points: Sequence[Observation]) -> None:
+        """Add a round of a sweep. A place that is tried again keeps its last observation."""
+        self._by_place.update(zip(places, points, strict=True))
+
+    def add_refined(self, points: Sequence[Observation]) -> None:
+        """Add a round of the refinement."""
+        self._refined += points
+
+    def restart_refinement(self) -> None:
+        """Leave the rounds of a refinement out that starts again with shorter ones."""
+        self._refined = []
+
+    @property
+    def places(self) -> list[int]:
+        """The places of the grid that were tried."""
+        return list(self._by_place)
+
+    @property
+    def points(self) -> list[Observation]:
+        """The observations of all sweeps, by learning rate."""
+        return sorted(self._by_place.values())
+
+    @property
+    def refined(self) -> list[Observation]:
+        """The observations of the refinement, by learning rate."""
+        return sorted(self._refined)
+
+    @property
+    def start_score(self) -> float | None:
+        """The score of the weights before the search; None if not known."""
+        return fmean(self.start_scores) if self.start_scores else None
+
+    def noise(self, num_replicas: int) -> float | None:
+        """The gradient noise of one replica before the search; None if not known."""
+        if not self._gradient_norms:
+            return None
+        alone, together = (fmean(column) for column in zip(*self._gradient_norms, strict=True))
+        return GradientNorms(alone, together).noise(num_replicas)
+
+    def observations(self, num_replicas: int) -> Observations:
+        """All that was observed, as plain data."""
+        noise = self.noise(num_replicas)
+        return Observations(self.points, self.refined, self.start_score, noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seen": [[place, *point] for place, point in self._by_place.items()],
+            "close": [list(point) for point in self._refined],
+            "agreements": [list(norms) for norms in self._gradient_norms],
+            "outsets": list(self.start_scores),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._by_place = {place: Observation(*point) for place, *point in state["seen"]}
+        self._refined = [Observation(*point) for point in state.get("close", [])]
+        self._gradient_norms = [GradientNorms(*pair) for pair in state.get("agreements", [])]
+        self.start_scores = list(state.get("outsets", []))
 
 
 def observations_of_round(
@@ -32,9 +134,15 @@ def observations_of_round(
     finite: Sequence[bool],
     struck: Sequence[bool] = (),
 ) -> list[Observation]:
-    """What the replicas of a round have come to, by their scores or else by their losses.
+    """The observations of one round, by scores or else by training losses.
 
-    Those who were `struck` had good losses until one was not finite.
+    Args:
+        factors: The learning rate of each replica.
+        losses: The mean training loss of each replica; None if it has none.
+        errors: The standard error of each loss.
+        scores: The scores of each replica, one per batch; None to compare losses.
+        finite: Whether the weights of each replica are finite.
+        struck: Whether each replica had good losses until one was not finite.
     """
     rows = scores or [[math.nan if loss is None else loss] for loss in losses]
     chances = _errors_of_scores(rows) if scores else _errors_of_losses(rows, errors)
@@ -44,58 +152,64 @@ def observations_of_round(
         if sound and _are_finite(row):
             points.append(Observation(factor, fmean(row), chance))
         else:
-            # If its weights are finite, a loss that is not says nothing of them.
+            # A loss that is not finite says nothing about weights that are finite.
             glitch = is_hit or (sound and scores is None)
             points.append(Observation(factor, None, chance, glitch=glitch))
     return points
 
 
 class LossSummary(NamedTuple):
-    """How the losses of a replica went in a round."""
+    """The training losses of one replica in one round.
+
+    Attributes:
+        num: The number of finite losses before the first that is not finite.
+        first: The first of these losses.
+        last: The last of these losses.
+    """
 
     num: float
-    """Those that were finite, before the first that was not."""
     first: float
     last: float
-    """Of these."""
 
 
 def hit_by_bad_batch(
     summaries: Sequence[LossSummary], num_steps: int, factors: Sequence[float]
 ) -> list[bool]:
-    """Whom a bad batch may have killed, and not a learning rate: that makes losses rise first.
+    """Which replicas a bad batch may have broken. A learning rate makes losses rise first.
 
-    One step is enough for what is far too high: after that it counts only if somebody with a
-    higher learning rate has outlived it.
+    A learning rate that is far too high breaks a replica in one step. A replica that broke after
+    one step counts only if a replica with a higher learning rate went on.
 
     >>> low, middle = LossSummary(5, 2.0, 1.8), LossSummary(12, 2.1, 1.5)
     >>> hit_by_bad_batch([low, middle, LossSummary(5, 2.0, 90.0)], 12, [0.1, 1.0, 10.0])
     [True, False, False]
     """
-    firsts = [fate.first for fate in summaries if math.isfinite(fate.first)]
-    # All stand at the same place there: how far their losses differ is what batches do.
-    limit = 2 * max(firsts) - min(firsts) if firsts else -math.inf
+    firsts = [losses.first for losses in summaries if math.isfinite(losses.first)]
+    # All replicas have the same weights at first, so batches alone make these losses differ.
+    limit = -math.inf
+    if firsts:
+        limit = (1 + BAD_BATCH_ALLOWANCE) * max(firsts) - BAD_BATCH_ALLOWANCE * min(firsts)
     pairs = list(zip(factors, summaries, strict=True))
-    survived = max((factor for factor, fate in pairs if fate.num > 1), default=0.0)
+    survived = max((factor for factor, losses in pairs if losses.num > 1), default=0.0)
     return [
-        fate.num < num_steps
-        and (fate.num != 1 or factor < survived)
-        and (fate.num == 0 or fate.last <= limit)
-        for factor, fate in pairs
+        losses.num < num_steps
+        and (losses.num != 1 or factor < survived)
+        and (losses.num == 0 or losses.last <= limit)
+        for factor, losses in pairs
     ]
 
 
 def _errors_of_scores(scores: Sequence[Sequence[float]]) -> list[float]:
-    """How much of each mean score is chance: its variation over batches, beside the others."""
+    """The standard error of each mean score, from how its batches vary against the others."""
     finite = sorted((row for row in scores if _are_finite(row)), key=fmean)
     if not finite:
         return [0.0] * len(scores)
-    if len(finite[0]) < 2:  # one number knows nothing of its own noise
+    if len(finite[0]) < 2:  # one number does not show its own noise
         return [SINGLE_SCORE_NOISE * abs(finite[0][0])] * len(scores)
-    if len(finite) == 2:  # the middle between them moves along with each
+    if len(finite) == 2:  # the middle between the two moves along with each
         between = [a - b for a, b in zip(*finite, strict=True)]
         return [stdev(between) / math.sqrt(2 * len(between))] * len(scores)
-    # The better half, and the lower middle of it: what diverged would blur the others.
+    # The lower median of the better half: replicas that diverged would blur the others.
     better = finite[: (len(finite) + 1) // 2]
     common = [median_low(column) for column in zip(*better, strict=True)]
     return [
@@ -109,18 +223,18 @@ def _errors_of_scores(scores: Sequence[Sequence[float]]) -> list[float]:
 def _errors_of_losses(
     losses: Sequence[Sequence[float]], errors: Sequence[float | None]
 ) -> list[float]:
-    """Errors of a few losses each: together they know the noise better than each its own."""
+    """The errors of a few losses each, at least that of the better half together."""
     own = [error or 0.0 for error in errors]
     finite = sorted(
         (*row, error) for row, error in zip(losses, own, strict=True) if _are_finite(row)
     )
     better = [error for _, error in finite[: (len(finite) + 1) // 2]]
-    # From far too high even they diverge, but for a few.
+    # The better half may hold replicas that diverged, too.
     calm = [error for error in better if error <= DIVERGED_NOISE_RATIO * median_low(better)]
     common = math.sqrt(fmean(error**2 for error in calm)) if calm else 0.0
     return [max(error, common) for error in own]
 
 
 def _are_finite(row: Sequence[float]) -> bool:
-    """Whether their sum is finite, too."""
+    """Whether all scores, and so their sum, are finite."""
     return bool(row) and all(abs(score) < OVERFLOW for score in row)

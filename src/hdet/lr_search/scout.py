@@ -1,43 +1,57 @@
-"""Scout: what a user sets of a learning-rate search."""
+"""Scout: the settings of a learning-rate search."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from hdet._validation import check_choice, check_flag, check_integer, check_range
-from hdet.lr_search.constants import MIN_ROUND_STEPS
+from hdet.lr_search.constants import MAX_DECADES, MIN_ROUND_STEPS
 
 
 class AllRatesDiverged(RuntimeError):
-    """Every learning rate that was tried blows up."""
+    """Every learning rate that the scout tries blows up, also in a lower range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scout:
-    """Tries learning rates over some decades in the first steps of a run, then starts anew.
+    """Searches for a learning rate in the first steps of a run.
 
-    Each replica trains alone with its own learning rate. The range is shifted while the best sits
-    at its end, then a narrow one is tried around the choice, in at most `share` of the run's
-    steps. Then the run begins from the weights it had, with what was found; the batches are spent.
+    Each replica trains alone with its own learning rate. The learning rates cover some decades
+    around the given one. The range shifts while the best lies at its end; then a narrow range is
+    tried around the choice. The search takes at most `share` of the run's steps. The run starts
+    with the choice and with the weights from before the search. The batches of the search are not
+    repeated.
+
+    Args:
+        decades: The range of the first sweep, centred at the given learning rate.
+        share: The share of the run's steps that the search may take.
+        steps: The steps of each round. By default a round of a sweep takes up to 12 steps, and a
+            round around the choice up to 24.
+        batch_rule: How the learning rate grows when replicas share gradients again: with the
+            number of replicas ("linear"), with its root ("sqrt"), or not at all ("none"). "auto"
+            measures how far the gradients of the replicas agree: the less, the more it grows.
+        rewind: Whether the run starts with the weights from before the search (True) or with those
+            of the best replica (False).
+        restart: Whether the given learning rate is kept unless it is hopeless. The search takes one
+            sweep at the start, and one after a change of the data. A run that stalls in its first
+            cycles starts again from its first weights, if a far better learning rate is found.
+
+    Raises:
+        TypeError: A flag is not a bool.
+        ValueError: A number or a rule is out of its range.
+
+    >>> Scout(share=0.02).decades
+    4.0
     """
 
     decades: float = 4.0
     share: float = 0.03
-    """Of the steps of the run, at most."""
     steps: int | None = None
-    """Of every round; by default up to 12 over the whole range, and up to 24 around the choice."""
     batch_rule: Literal["auto", "sqrt", "linear", "none"] = "auto"
-    """How a learning rate grows with the batch when gradients are shared again: with the number of
-    replicas or its root; or ("auto") the more, the less the gradients of the replicas agree."""
     rewind: bool = True
-    """Whether the run begins with the weights of before, or with those of the best replica."""
     restart: bool = False
-    """Whether the given learning rate is kept unless it is hopeless: one look at the beginning
-    whether far less would be better, and one after a change of the data; and if the run turns out
-    to be stuck in its first cycles, it starts again from its first weights with what is far
-    better."""
 
     def __post_init__(self) -> None:
-        check_range("decades", self.decades, least=0.5, below=12.0001)
+        check_range("decades", self.decades, least=0.5, below=MAX_DECADES)
         check_range("share", self.share, least=1e-6, below=1.0)
         if self.steps is not None:
             check_integer("steps", self.steps, at_least=MIN_ROUND_STEPS)

@@ -1,4 +1,4 @@
-"""From short rounds of one replica to a run of all: how far a learning rate may grow.
+"""From short rounds of one replica to a whole run of all replicas.
 
 Plain Python floats, no torch.
 """
@@ -20,12 +20,15 @@ from hdet.lr_search.constants import (
 
 
 class GradientNorms(NamedTuple):
-    """How far the gradients of replicas agree that stand at the same place."""
+    """How far the gradients of replicas with equal weights agree.
+
+    Attributes:
+        alone: The mean squared norm of a replica's gradient.
+        together: The squared norm of the mean gradient.
+    """
 
     alone: float
-    """The mean squared norm of a replica's gradient."""
     together: float
-    """The squared norm of their mean."""
 
     def noise(self, num_replicas: int) -> float:
         """The variance of one replica's gradient, in units of the squared true gradient.
@@ -39,23 +42,22 @@ class GradientNorms(NamedTuple):
 
 
 class RoundChoice(NamedTuple):
-    """What rounds have chosen."""
+    """The choice of rounds, and the steps of each round."""
 
     factor: float
     steps: int
-    """Of each of these rounds."""
 
 
 def batch_scaling(
     rule: str, optimizer: str, num_replicas: int, noise: float | None = None
 ) -> float:
-    """By how much a learning rate grows with the batch of all replicas.
+    """The factor by which a learning rate grows from the batch of one replica to that of all.
 
-    A larger batch lets it grow as far as gradients are noise: the best one for a batch of size b
-    goes with 1 / (1 + noise / b) (McCandlish et al., 1812.06162). For optimizers like Adam the
-    batch itself accounts for the root of that alone; but short rounds are too timid where
-    gradients are noise, since nothing in them averages it out, and the other root makes up for it
-    (docs/scout.md). If the noise is not known, a root for Adam and all of it for SGD.
+    The noisier the gradients, the more a larger batch lets the learning rate grow: the best one for
+    a batch of size b goes with 1 / (1 + noise / b) (McCandlish et al., 1812.06162). For optimizers
+    like Adam the batch itself accounts for the root of that. The other root corrects short rounds,
+    which choose too low where gradients are noisy: nothing in them averages the noise. Without a
+    known noise the factor is the root of N for Adam and N for SGD.
 
     >>> batch_scaling("auto", "AdamW", 16), batch_scaling("auto", "SGD", 16)
     (4.0, 16.0)
@@ -74,12 +76,12 @@ def batch_scaling(
 def extrapolate_to_horizon(
     coarse: RoundChoice, close: RoundChoice, full: int, noise: float | None = None
 ) -> float:
-    """What rounds of `full` steps would choose, where close ones had to be shorter.
+    """The choice that rounds of `full` steps would make, where the refinement had shorter ones.
 
-    While weights have far to go, what gains most in k steps is about 1 / k: rounds of five steps
-    choose far more than a run can bear. How the choice went down from the rounds over the whole
-    range to the longer ones around it says how it would go on. Where gradients are noise, longer
-    rounds choose less for that reason too, which a larger batch takes back.
+    While weights have far to go, the best learning rate of k steps goes with about 1 / k: rounds of
+    five steps choose far too high. The change of the choice from the sweeps to the longer rounds of
+    the refinement is extrapolated. Noisy gradients lower the choice of longer rounds, too; a larger
+    batch takes that part back, so it is left out.
 
     >>> extrapolate_to_horizon(RoundChoice(4.0, 6), RoundChoice(2.0, 12), full=24)
     1.0
@@ -98,11 +100,11 @@ def extrapolate_to_horizon(
 
 
 def lr_floor(rule: str, optimizer: str, divergence: float | None) -> float:
-    """What is needlessly low for the batch of all replicas, by where scores explode.
+    """The learning rate that is needlessly low for the full batch, by where scores explode.
 
-    Rounds of a few steps prefer what gains at once; where gradients are noise, or normalisation
-    makes up for steps that are too long, what pays in the end may lose ground in them. How far
-    below an explosion the best learning rate lies differs less (docs/scout.md).
+    Rounds of a few steps prefer what gains at once. With noisy gradients, or with normalisation,
+    a learning rate that pays in a whole run may lose in them. The distance of the best learning
+    rate to the explosion differs less between tasks (benchmarks/results/explosion.json).
 
     >>> lr_floor("auto", "AdamW", 180.0), lr_floor("auto", "SGD", 40.0)
     (2.0, 2.0)
@@ -117,7 +119,7 @@ def lr_floor(rule: str, optimizer: str, divergence: float | None) -> float:
 
 
 def lr_ceiling(optimizer: str, divergence: float | None) -> float:
-    """What is too high for the mean of a run's learning rates, by where scores explode.
+    """The mean learning rate that is too high for a run, by where scores explode.
 
     >>> lr_ceiling("AdamW", 2.0), lr_ceiling("SGD", 2.0), lr_ceiling("AdamW", None)
     (0.125, 2.0, inf)
@@ -128,11 +130,11 @@ def lr_ceiling(optimizer: str, divergence: float | None) -> float:
 
 
 def peak_over_mean(mean_share: float) -> float:
-    """How far a schedule peaks above its mean: rounds are made at a constant learning rate.
+    """The peak of a schedule over its mean, from its mean in units of the given learning rate.
 
-    What a run gains depends on the mean of its learning rates much more than on their peak, as
-    long as it comes down in the end. One that rises above the learning rate that was given has a
-    mean above it, and must be lowered.
+    Rounds use a constant learning rate. The gain of a run depends on the mean of its learning rates
+    much more than on their peak. A schedule that rises above the given learning rate may have a
+    mean above it: then the result is below 1.
 
     >>> peak_over_mean(0.5), peak_over_mean(1.0), peak_over_mean(0.01), peak_over_mean(4.0)
     (2.0, 1.0, 2.5, 0.25)

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Adagrad
 
+from hdet.control.controller import complete_controller
 from hdet.control.knob_bank import KnobBank
-from hdet.control.paper import PaperController
 from hdet.knobs.dial_knob import DialKnob
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
@@ -300,8 +300,9 @@ def check_knobs(
                 f"`knobs` must have names that no parameter group has, got {knob.name!r}."
             )
     most, num = num_replicas - 1, knob_bank.num_spread
-    # The paper's rule looks at each knob alone. Every other controller compares them.
-    alone = isinstance(settings.controller, PaperController | None)
+    controller = settings.controller
+    # A controller that wants permutations judges each knob alone; any other tells them apart.
+    alone = controller is None or complete_controller(controller).default_design == "permutation"
     if num <= most or most == 0 or (alone and settings.design == "permutation"):
         return
     remedy = f"they take turns, {most} in every cycle."

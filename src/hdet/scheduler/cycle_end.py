@@ -66,9 +66,11 @@ class CycleEnd:
     def note_first_loss(self, call: CycleReport) -> None:
         """That of a run's first step, once: whoever watches it compares the first cycle with it."""
         if self._run.good_point is not None:
-            self._run.good_point.monitor.begin(call.first_loss, call.first_error)
+            self._run.good_point.monitor.set_first_loss(call.first_loss, call.first_error)
         if self._search_phase.second_start is not None:
-            self._search_phase.second_start.stall_detector.begin(call.first_loss, call.first_error)
+            self._search_phase.second_start.stall_detector.set_first_loss(
+                call.first_loss, call.first_error
+            )
 
     def _exchange(self, probed: Tensor | None) -> CycleReport:
         run = self._run
@@ -206,8 +208,10 @@ class CycleEnd:
         """Why the consensus is not good, if it is not: before it is made, nothing is harmed."""
         loss, error = self._mean_loss(call)
         if loss is not None and math.isnan(loss):
-            return good_point.monitor.lost("no replica has finite weights and a finite loss")
-        return good_point.monitor.spiked(loss, error)
+            return good_point.monitor.record_failure(
+                "no replica has finite weights and a finite loss"
+            )
+        return good_point.monitor.check_cycle(loss, error)
 
     def _mean_loss(self, call: CycleReport) -> tuple[float | None, float | None]:
         """Of the replicas that are fit, with its standard error; not a number if none is."""
@@ -223,9 +227,9 @@ class CycleEnd:
         good_point.restore()
         if run.settings.overlap:  # what was kept is what each had before the mean came
             run.average_now()
-        if watch.gives_up:
-            num = watch.num_consecutive - 1
-            run.knob_bank.rescale(watch.give_up())
+        if watch.is_out_of_retries:
+            num = watch.consecutive_rollbacks - 1
+            run.knob_bank.rescale(watch.end_rollbacks())
             run.start_cycle(is_partial=True)
             run.write(everything=True)
             run.write_record(
@@ -237,14 +241,14 @@ class CycleEnd:
                 f"step {run.step} ({reason}). All replicas have the weights of step "
                 f"{good_point.step}: save them, and resume with a lower learning rate."
             )
-        run.knob_bank.rescale(watch.factor())
+        run.knob_bank.rescale(watch.scale_factor())
         run.next_cycle()
         run.write_record(
             GuardEvent(
                 step=run.step,
                 reason=reason,
                 back_to=good_point.step,
-                factor=watch.factor(),
+                factor=watch.scale_factor(),
                 scales=run.knob_bank.scales(),
             )
         )

@@ -3,8 +3,8 @@
 The messages end without a full stop: the caller puts them into a longer text.
 """
 
+from hdet.lr_search.budget import check_room, sweep_steps
 from hdet.lr_search.constants import MIN_LOSS_ROUND_STEPS, MIN_MEAN_SHARE
-from hdet.lr_search.plan import check_room, sweep_steps
 from hdet.scheduler.rules import Rule, Setup
 
 

@@ -9,13 +9,19 @@ import torch
 from torch import nn
 
 from hdet.control.stall_detector import is_far_off
-from hdet.lr_search.constants import DEFAULT_TAIL, MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
+from hdet.lr_search.budget import check_room
+from hdet.lr_search.constants import (
+    DEFAULT_TAIL,
+    LOSS_ROUND_PARTS,
+    MAX_HELD_OUT_PARTS,
+    NUM_HELD_OUT_PARTS,
+)
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import Observation
-from hdet.lr_search.plan import check_room
-from hdet.lr_search.reasons import INTERRUPTED, NO_TIME, NOTHING_FOUND
+from hdet.lr_search.reasons import Reason, describe
 from hdet.lr_search.scout import AllRatesDiverged, Scout
 from hdet.lr_search.transfer import peak_over_mean
+from hdet.lr_search.trigger import SearchTrigger, trigger_of_state
 from hdet.records.events import GuardEvent, SearchEvent, TriedRate
 from hdet.replicas.protocol import records_calls
 from hdet.scheduler.base_schedule import ScheduleShares
@@ -42,6 +48,7 @@ class SearchPhase:
     def start(self, told: Mapping[str, Any] | None = None) -> None:
         """Start to scout, or go on with a search that a checkpoint has told of."""
         run = self._run
+        trigger = trigger_of_state(told)
         late = None if told is None else told.get("late")
         scout = run.settings.scout if late is None else Scout(**late["scout"])
         if run.trial is not None:
@@ -54,7 +61,8 @@ class SearchPhase:
             return
         total = run.settings.total_steps if late is None else late["total_steps"]
         # A checkpoint of the first look holds the weights that the run began with.
-        looks = scout.restart and (told is None or (late is None and told.get("brief", False)))
+        is_fresh = told is None or told.get("brief", False)
+        looks = scout.restart and trigger is SearchTrigger.START and is_fresh
         try:
             check_room(scout, num_replicas=run.replicas.size, total_steps=total)
         except ValueError as error:
@@ -67,16 +75,7 @@ class SearchPhase:
             self.second_start = SecondStart(
                 run.optimizer, run.model, run.parameters, run.progress_state
             )
-        trial = self._start_trial(
-            scout,
-            run.model,
-            total,
-            late=late is not None,
-            brief=looks,
-            stuck=told is not None and told.get("stuck", False),
-            unasked=told is not None and told.get("unasked", False),
-            told=told,
-        )
+        trial = self._start_trial(scout, run.model, total, trigger, told)
         if trial.search.is_over:
             self._conclude(trial)
 
@@ -100,12 +99,16 @@ class SearchPhase:
         return run.model, left
 
     def again(
-        self, scout: Scout, model: nn.Module, left: int | None, *, unasked: bool = False
+        self,
+        scout: Scout,
+        model: nn.Module,
+        left: int | None,
+        trigger: SearchTrigger = SearchTrigger.REQUESTED,
     ) -> None:
         """In mid-run, from the weights of now."""
         self.drop_second_start()
         self._run.training_loss.clear_first()
-        self._start_trial(scout, model, left, late=True, brief=unasked, unasked=unasked)
+        self._start_trial(scout, model, left, trigger)
 
     def search_new_data(self) -> None:
         """The data has changed: with `scout="restart"`, whether the learning rate of now is
@@ -121,7 +124,7 @@ class SearchPhase:
             reason = f"{NO_LOOK}: {problem}"
             self._run.write_record(GuardEvent(step=step, reason=reason, back_to=step))
             return
-        self.again(scout, model, left, unasked=True)
+        self.again(scout, model, left, SearchTrigger.NEW_DATA)
 
     def interrupt(self, trial: SearchTrial) -> None:
         """Everyone comes back in the middle of a round, as before a checkpoint."""
@@ -141,16 +144,12 @@ class SearchPhase:
         scout: Scout,
         model: nn.Module,
         total_steps: int | None,
-        *,
-        late: bool = False,
-        brief: bool = False,
-        stuck: bool = False,
-        unasked: bool = False,
+        trigger: SearchTrigger,
         told: Mapping[str, Any] | None = None,
     ) -> SearchTrial:
         """Around what was given; or, in mid-run, around the learning rates of now."""
         run = self._run
-        rates = run.knob_bank.lrs(run.base.lrs) if late else run.base.peaks
+        rates = run.knob_bank.lrs(run.base.lrs) if trigger.is_mid_run else run.base.peaks
         trial = run.trial = SearchTrial(
             scout,
             run.optimizer,
@@ -162,10 +161,7 @@ class SearchPhase:
             kind=type(run.optimizers[0]).__name__,
             shared=run.settings.gradients == "shared",
             probes=run.settings.probe is not None,
-            late=late,
-            brief=brief,
-            stuck=stuck,
-            unasked=unasked,
+            trigger=trigger,
         )
         if told is not None:
             trial.resume(told)
@@ -194,8 +190,8 @@ class SearchPhase:
             tail = DEFAULT_TAIL if probe is None else probe.tail
             if left < math.ceil(tail * num_steps):
                 run.parameters.tail.add()
-        elif left == num_steps // 2:
-            run.training_loss.clear()  # judged by the second half of a round
+        elif left == num_steps // LOSS_ROUND_PARTS:
+            run.training_loss.clear()  # judged by the last part of a round
         return trial.advance(losses)
 
     def _end_round(self, trial: SearchTrial) -> None:
@@ -219,7 +215,8 @@ class SearchPhase:
             run.start_cycle(is_partial=True)
             self._end_trial(trial)
             run.write(everything=True)
-            if not (trial.unasked and isinstance(problem, AllRatesDiverged)):
+            is_check = trial.trigger is SearchTrigger.NEW_DATA
+            if not (is_check and isinstance(problem, AllRatesDiverged)):
                 raise
             run.training_loss.clear_first()
             run.warn_once("look", f"{LOOKED}: every learning rate blows up; the guard goes on.")
@@ -265,9 +262,9 @@ class SearchPhase:
             begin = self._keep_or_change(trial, begin)
             if advice := self._advice(trial, begin):
                 what = f"begins with {begin.factor:.3g} times the given learning rate"
-                if trial.late:
+                if trial.trigger.is_mid_run:
                     what = f"goes on with {begin.factor:.3g} times its learning rate"
-                told = f"the scout {advice} ({search.reason}): the run {what}."
+                told = f"the scout {advice} ({describe(search.reasons)}): the run {what}."
                 run.warn_once(f"scout at {run.step}", told)
             run.knob_bank.rescale(begin.factor)
             run.clock.scouted(run.step)
@@ -277,16 +274,16 @@ class SearchPhase:
     def _advice(self, trial: SearchTrial, begin: Estimate) -> str:
         """What a person should know who trusts in what was found; nothing if all is well."""
         search = trial.search
-        if INTERRUPTED in search.reason:
+        if Reason.INTERRUPTED in search.reasons:
             rest = "try anything" if search.found is None else "look closely"
             cause = "a `converge()` or a bad batch"
             return f"was interrupted by {cause}, and no steps were left to {rest}"
-        if NO_TIME in search.reason and search.found is not None:
+        if Reason.NO_TIME in search.reasons and search.found is not None:
             return (
                 "had no time to look beyond what it tried, at whose end the best lies; give a "
                 "learning rate that is nearer, more replicas or a larger `Scout(share=...)`"
             )
-        if begin.why != NOTHING_FOUND:
+        if begin.reason is not Reason.NOTHING_FOUND:
             return ""
         found = "found no learning rate to prefer"
         return f"{found}; a `probe=` tells more than losses" if trial.by == "losses" else found
@@ -304,21 +301,23 @@ class SearchPhase:
         run.start_cycle(is_partial=True)
         reason = f"{reason}: scouting from the first weights"
         run.write_record(GuardEvent(step=run.step, reason=reason, back_to=0))
-        self._start_trial(scout, run.model, run.settings.total_steps, stuck=True)
+        self._start_trial(scout, run.model, run.settings.total_steps, SearchTrigger.STALLED)
 
     def _keep_or_change(self, trial: SearchTrial, begin: Estimate) -> Estimate:
         """Where the given learning rate is to be kept: only what is far from it is a reason not to;
         before anything has gone wrong, only what is far lower."""
         if not trial.keeps_given_lr:
             return begin
-        second, stuck = self.second_start, trial.stuck
+        second, stuck = self.second_start, trial.trigger is SearchTrigger.STALLED
         exploded = trial.search.divergence
         # What is merely worse than none in a few steps is no proof; what explodes is.
-        is_sure = begin.why != NOTHING_FOUND or (exploded is not None and exploded < 1)
+        is_sure = begin.reason is not Reason.NOTHING_FOUND or (
+            exploded is not None and exploded < 1
+        )
         is_fault = is_sure and is_far_off(begin.factor) and (stuck or begin.factor < 1)
         can_return = second is not None and second.can_return
         if is_fault or (stuck and not can_return):
-            if not trial.late:  # in mid-run the guard knows what is good
+            if not trial.trigger.is_mid_run:  # in mid-run the guard knows what is good
                 self._run.renew_good_point()
             self.drop_second_start()
             return begin
@@ -327,7 +326,7 @@ class SearchPhase:
             self.drop_second_start()
         elif second is not None:
             second.skips_next_check = True
-        return Estimate(1.0, f"{begin.factor:.3g} times it is no reason to change it")
+        return Estimate(1.0, Reason.GIVEN_IS_KEPT, declined=begin.factor)
 
     def drop_second_start(self) -> None:
         if self.second_start is not None:
@@ -339,7 +338,7 @@ class SearchPhase:
         constant one unless all processes agree, who may not all know it."""
         run = self._run
         known = run.base.shares(run.settings.total_steps)
-        now = run.base.share_of_now() if trial.late else 1.0
+        now = run.base.share_of_now() if trial.trigger.is_mid_run else 1.0
         mine = [math.nan] * 2 if known is None or not now else [share / now for share in known]
         rows = torch.tensor([mine] * len(run.replicas.local), dtype=torch.float64)
         everyone = run.replicas.gather(run.replicas.gather_parts(rows).flatten(1)).unflatten(
@@ -363,7 +362,7 @@ def _search_event(
     search = trial.search
     return SearchEvent(
         step=step,
-        mid_run=trial.late,
+        mid_run=trial.trigger.is_mid_run,
         compared_by=trial.by,
         points=_tried_rates(search.points),
         refined=_tried_rates(search.refined_observations),
@@ -371,10 +370,10 @@ def _search_event(
         reference_lrs=rates,
         found=search.found,
         factor=None if begin is None else begin.factor,
-        factor_reason="" if begin is None else begin.why,
+        factor_reason="" if begin is None else begin.text,
         lowest_lost=search.lowest_lost,
         divergence=search.divergence,
-        reason=search.reason,
+        reason=describe(search.reasons),
     )
 
 

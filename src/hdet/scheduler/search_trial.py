@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from hdet.lr_search.constants import MAX_LR
 from hdet.lr_search.observations import Observation, hit_by_bad_batch, observations_of_round
 from hdet.lr_search.plan import Search
+from hdet.lr_search.reasons import Reason
 from hdet.lr_search.scout import Scout
 from hdet.lr_search.transfer import GradientNorms
+from hdet.lr_search.trigger import SearchTrigger, trigger_to_state
 from hdet.replicas.protocol import HeldOutBatches, Replicas
 from hdet.signals.exchange import CycleReport
 from hdet.signals.loss_trace import LossTrace
@@ -38,15 +40,11 @@ class SearchTrial:
         kind: str,
         shared: bool,
         probes: bool = False,
-        late: bool = False,
-        brief: bool = False,
-        stuck: bool = False,
-        unasked: bool = False,
+        trigger: SearchTrigger = SearchTrigger.START,
     ) -> None:
         """`rates` are the learning rates it looks around, one for each group, and `kind` is the
-        optimizer's name, of each replica's own where they have one. `stuck` is why it set out from
-        the first weights again; one in mid-run that nobody has asked for is `unasked`."""
-        self.scout, self.late, self.stuck, self.unasked = scout, late, stuck, unasked
+        optimizer's name, of each replica's own where they have one."""
+        self.scout, self.trigger = scout, trigger
         self.rates, self._total, self._probes = list(rates), total_steps, probes
         self.search = Search(
             scout,
@@ -54,7 +52,7 @@ class SearchTrial:
             total_steps=total_steps,
             optimizer=kind,
             shared=shared,
-            brief=brief,
+            brief=scout.restart and trigger.is_check,
         )
         self._parameters, self._replicas, self._model = parameters, replicas, model
         self._done = 0
@@ -74,18 +72,17 @@ class SearchTrial:
 
     @property
     def keeps_given_lr(self) -> bool:
-        """Whether only what is far from the learning rate that was given is a reason to change it:
-        not for one in mid-run that somebody has asked for."""
-        return self.scout.restart and (self.unasked or not self.late)
+        """Whether only what is far from the given learning rate is a reason to change it."""
+        return self.scout.restart and self.trigger is not SearchTrigger.REQUESTED
 
     def lr(self, group: int, replica: int) -> float:
         return min(self.rates[group] * self.search.factors[replica], MAX_LR)
 
     def state_dict(self) -> dict[str, Any]:
         """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
-        told = {**self.search.state_dict(), "stuck": self.stuck, "unasked": self.unasked}
+        told = {**self.search.state_dict(), **trigger_to_state(self.trigger)}
         told["by"] = self._compared_by_before or self.by  # what the outset was scored by
-        if self.late:
+        if self.trigger.is_mid_run:
             told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return told
 
@@ -224,5 +221,5 @@ class SearchTrial:
         best, last = min(finite)[1] if finite else None, self.search.last_factors
         if best in last:
             return last.index(best)
-        self.search.reason += "; the best replica was one of an earlier round, so all came back"
+        self.search.reasons += (Reason.BEST_NOT_IN_LAST_ROUND,)
         return None

@@ -5,8 +5,7 @@ from typing import Any
 
 from hdet._validation import check_choice, check_integer, check_range
 from hdet.control.assignment import DESIGNS
-from hdet.control.controller import Controller
-from hdet.control.paper import PaperController
+from hdet.control.controller import Controller, complete_controller
 from hdet.control.spike_guard import Guard
 from hdet.knobs.specs import LearningRate
 from hdet.lr_search.scout import Scout
@@ -97,8 +96,9 @@ class Settings:
     def _default_design(self) -> str:
         """Return the paper's permutations for its controller, else an orthogonal design."""
         only_lr = all(isinstance(knob, LearningRate) for knob in self.knobs)
-        paper = isinstance(self.controller, PaperController)
-        return "permutation" if paper or (self.controller is None and only_lr) else "orthogonal"
+        if self.controller is None:
+            return "permutation" if only_lr else "orthogonal"
+        return complete_controller(self.controller).default_design
 
 
 def as_plain_data(settings: Settings) -> dict[str, Any]:

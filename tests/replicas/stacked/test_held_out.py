@@ -242,7 +242,7 @@ def test_scores_of_new_batches_are_shifted_to_those_before_a_resume() -> None:
     assert trial is not None
     assert trial.held_out is not None
     before = outset_of(trial.held_out)
-    trial.search._start_scores = [before - 5.0]  # as if the first rounds had easier ones
+    trial.search.log.start_scores = [before - 5.0]  # as if the first rounds had easier ones
     one.go(STEPS)
     for replica, point in enumerate(trial.search.points):
         want = float(alone(replica, point.factor)) - 5.0
