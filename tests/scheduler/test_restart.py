@@ -155,7 +155,7 @@ def test_run_with_a_falling_loss_spends_one_sweep_and_keeps_its_learning_rate(
     assert torch.equal(run.weights(), before)
     assert run.scheduler.last_epoch <= 0.025 * S  # one sweep
     assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
-    assert run.scheduler._search_phase.second_start is not None
+    assert run.scheduler._phases.search.second_start is not None
     run.go(S - run.scheduler.last_epoch)
     assert run.scheduler.get_knobs() == {"lr/group0": 1.0}
     assert not lines(tmp_path, "guard")
@@ -167,9 +167,9 @@ def test_restart_search_without_a_better_lr_restores_weights_and_scale(tmp_path:
     run = Run("stacked", lr=GOOD, record=tmp_path, guard=None)
     run.go(3 * SYNC)
     before, scale = run.weights(), run.scheduler.get_knobs()
-    second = run.scheduler._search_phase.second_start
+    second = run.scheduler._phases.search.second_start
     assert second is not None
-    run.scheduler._search_phase.restart(second, "by hand", for_good=False)
+    run.scheduler._phases.search.restart(second, "by hand", for_good=False)
     for _ in range(S):
         if run.scheduler.is_scouting:
             run.step()
@@ -190,7 +190,7 @@ def test_run_far_worse_than_its_first_weights_does_not_keep_its_learning_rate(
 
 def test_restart_search_leaves_all_replicas_with_equal_weights() -> None:
     run = Run("stacked", lr=GOOD, spread=0.3, scout="restart", total=1200)
-    second = run.scheduler._search_phase.second_start
+    second = run.scheduler._phases.search.second_start
     assert second is not None
     second.stall_detector.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
     run.go(2 * SYNC)  # the first sweep shortens the first cycle
@@ -205,12 +205,12 @@ def test_restart_search_leaves_all_replicas_with_equal_weights() -> None:
 def test_stall_late_in_a_run_triggers_no_restart() -> None:
     """The cycles of this run are long."""
     run = Run("stacked", lr=GOOD, sync_every=150)
-    second = run.scheduler._search_phase.second_start
+    second = run.scheduler._phases.search.second_start
     assert second is not None
     second.stall_detector.reason = lambda loss, error: "by hand"  # type: ignore[method-assign]
     run.go(S)
     assert not run.scheduler.is_scouting
-    assert run.scheduler._search_phase.second_start is None
+    assert run.scheduler._phases.search.second_start is None
 
 
 def test_restart_scout_rejects_a_run_that_is_too_short() -> None:
@@ -291,7 +291,7 @@ def test_brief_search_stays_brief_when_loaded_with_fewer_replicas() -> None:
 def test_run_resumed_after_its_first_sweep_has_no_second_start() -> None:
     run = Run("stacked", lr=GOOD).go(SYNC)
     run.scheduler.load_state_dict(run.scheduler.state_dict())
-    assert run.scheduler._search_phase.second_start is None
+    assert run.scheduler._phases.search.second_start is None
 
 
 def test_restart_scout_with_one_replica_warns_and_keeps_the_learning_rate() -> None:

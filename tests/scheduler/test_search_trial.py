@@ -436,8 +436,8 @@ def test_frequent_checkpoints_end_the_search_and_let_the_run_train() -> None:
         run.go(5)
         run.scheduler.converge()
         lrs = {group["lr"] for one in run.optimizer.each for group in one.param_groups}
-        assert (run.scheduler._run.trial is None) == (len(lrs) == 1)
-    assert run.scheduler._run.trial is None
+        assert (run.scheduler._run.progress.trial is None) == (len(lrs) == 1)
+    assert run.scheduler._run.progress.trial is None
     assert not torch.equal(run.weights()[0], before[0])
 
 
@@ -446,7 +446,7 @@ def test_run_saved_without_a_scout_starts_no_search_when_resumed_with_a_scout() 
     run.scheduler.converge()
     other = Run("stacked")
     other.scheduler.load_state_dict(run.scheduler.state_dict())
-    assert other.scheduler._run.trial is None
+    assert other.scheduler._run.progress.trial is None
 
 
 def test_run_resumed_after_its_search_does_not_search_again() -> None:

@@ -300,7 +300,7 @@ def test_replicas_are_scored_at_the_mean_of_their_last_weights(
     torch.manual_seed(5)
     run = Run(look, num=2, controller=None)  # half of the cycle by default
     iterates: list[list[list[Tensor]]] = []
-    add = run.scheduler._run.parameters.tail.add
+    add = run.scheduler._run.weights.tail.add
 
     def spy() -> None:
         iterates.append(
@@ -308,7 +308,7 @@ def test_replicas_are_scored_at_the_mean_of_their_last_weights(
         )
         add()
 
-    monkeypatch.setattr(run.scheduler._run.parameters.tail, "add", spy)
+    monkeypatch.setattr(run.scheduler._run.weights.tail, "add", spy)
     run.go(T)
     assert len(iterates) == T // 2
     for replica in range(2):

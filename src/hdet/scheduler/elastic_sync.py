@@ -1,6 +1,7 @@
-"""Replicas that come and go: they meet at the end of a cycle, and what one breaks off never was."""
+"""Ends of cycles where replicas join and leave: an interrupted one is undone."""
 
 from statistics import fmean
+from typing import Any
 
 from hdet.records.events import ConvergeCost, ConvergeEvent, ExcludedReplica, NoteEvent
 from hdet.records.writer import Timers
@@ -12,81 +13,92 @@ from hdet.weights.inventory import WEIGHTS
 
 
 class ElasticSync:
-    """The meetings of a run over torchft's manager."""
+    """Ends the cycles of a run whose replicas come from torchft's manager."""
 
     def __init__(self, run: Run, replicas: ElasticReplicas, cycle_end: CycleEnd) -> None:
         self._run, self._replicas, self._cycle_end = run, replicas, cycle_end
         self.begin()
 
     def begin(self) -> None:
-        """Here or where a state was loaded: without a place in the spread, until they have met."""
-        self._replicas.first_step = self._run.step
+        """Start here, or where a state was loaded: without a spread until the first sync."""
+        self._replicas.first_step = self._run.progress.step
         self._run.knob_bank.rest()
         self._first = self._run.progress_state()
+        self._was_undone = False
 
-    def meet(self, ran_with: list[float] | None, *, anew: bool = False) -> None:
-        """Whoever is there ends the cycle together, or only converges where it is no end; if one
-        leaves meanwhile, it never was."""
-        run = self._run
-        replicas = self._replicas
-        if replicas.shared and run.step == replicas.first_step:
-            return  # nobody has made a step, nor knows of the others
+    def close(self, trained_with: list[float]) -> None:
+        """End a cycle together with the replicas that take part."""
+        self._sync(trained_with)
+        if self._was_undone and self._run.progress.is_over():
+            self._sync(None, anew=True)  # no other cycle follows in which to average
+
+    def converge(self) -> None:
+        """Average now, in mid-cycle."""
+        self._sync(None)
+
+    def _sync(self, trained_with: list[float] | None, *, anew: bool = False) -> None:
+        """Average, or end the cycle. If a replica leaves meanwhile, the sync is undone."""
+        run, replicas = self._run, self._replicas
+        self._was_undone = False
+        if replicas.shared and run.progress.step == replicas.first_step:
+            return  # no replica has made a step yet
         replicas.start_quorum(anew=anew)
-        undo, progress_state = run.parameters.snapshot_weights(), run.progress_state()
-        run.held_lines = []
-        reason = "this replica was not to go on"
-        try:
-            members = replicas.check_members()
-            if members.have_changed or ran_with is None:
-                self._average_members(members)
-            else:
-                self._cycle_end.close(ran_with)
-        except Interrupted as error:
-            reason = str(error)
-        finally:
-            lines, run.held_lines = run.held_lines, None
+        undo, before = run.weights.snapshot_weights(), run.progress_state()
+        reason = "this replica must not continue"
+        with run.log.held() as held:
+            try:
+                members = replicas.check_members()
+                if members.have_changed or trained_with is None:
+                    self._average_members(members)
+                else:
+                    self._cycle_end.close(trained_with)
+            except Interrupted as error:
+                reason = str(error)
         if replicas.commit():
-            for event, timers, wait in lines:
-                run.write_record(event, timers, wait=wait)
+            for event, timers, wait in held:
+                run.log.write(event, timers, wait=wait)
             return
         undo()
+        self._restore(before)
+        self._note_members(f"the converge was undone: {reason}")
+
+    def _restore(self, before: dict[str, Any]) -> None:
+        run, replicas = self._run, self._replicas
+        self._was_undone = True
         if not (replicas.have_synced or replicas.has_healed):
-            # What one attempts alone does not count: who comes next begins at the first step.
-            progress_state, run.step = self._first, self._first["step"]
-        run.restore_progress(progress_state)
+            # Steps before the first sync do not count: a later replica begins at the first step.
+            before, run.progress.step = self._first, self._first["step"]
+        run.restore_progress(before)
         run.knob_bank.resize(replicas.size)
         run.start_cycle(is_partial=True)
-        run.lr_trace.clear()
-        run.diverged = True
-        self._note_members(f"the converge was undone: {reason}")
-        if run.is_over() and ran_with is not None:
-            self.meet(None, anew=True)  # there is no next cycle to do it in
+        run.log.clear_trace()
+        run.progress.replicas_differ = True
 
     def _average_members(self, members: Members) -> None:
-        """The mean of those who have trained together; and where there are others than before, a
-        new spread for all. What they have seen in this cycle was seen in another one, and is
-        dropped.
+        """Average the replicas that trained together, and spread all of them anew.
+
+        The losses of this cycle are dropped: replicas that joined saw others.
         """
         run = self._run
         stopwatch = Stopwatch(run.device())
-        call, verdict = run.exchange_health(*WEIGHTS)
-        lost = tuple(verdict.excluded)
-        verdict = verdict.without(dict.fromkeys(members.newcomers, "has just joined"))
-        num_bytes = run.parameters.averager.average_(verdict.fit, WEIGHTS, call.agreed)
+        report, health = run.exchange_health(*WEIGHTS)
+        lost = tuple(health.excluded)
+        health = health.without(dict.fromkeys(members.newcomers, "has just joined"))
+        num_bytes = run.weights.averager.average_(health.fit, WEIGHTS, report.agreed)
         if lost:
-            num_bytes += run.parameters.reseed_state_(verdict.fit[0], lost)
+            num_bytes += run.weights.reseed_state_(health.fit[0], lost)
         stopwatch.mark()
         event = ConvergeEvent(
-            step=run.step,
-            excluded=ExcludedReplica.from_reasons(verdict.excluded),
+            step=run.progress.step,
+            excluded=ExcludedReplica.from_reasons(health.excluded),
             converge=ConvergeCost(bytes=num_bytes),
         )
-        run.write_record(event, Timers(converge=stopwatch), wait=True)
+        run.log.write(event, Timers(converge=stopwatch), wait=True)
         if not members.have_changed:
             run.start_cycle(is_partial=True)
             return
-        run.knob_bank.move_knobs([None] * run.replicas.size, ())  # what decays goes on to decay
-        losses = [loss for r in verdict.fit if (loss := call.losses[r]) is not None]
+        run.knob_bank.move_knobs([None] * run.replicas.size, ())  # the decay continues
+        losses = [loss for r in health.fit if (loss := report.losses[r]) is not None]
         if run.base.wants_metric and losses:
             run.base.advance(fmean(losses))
         run.knob_bank.resize(run.replicas.size)
@@ -96,4 +108,4 @@ class ElasticSync:
     def _note_members(self, text: str) -> None:
         run = self._run
         measures = {"replicas": run.replicas.size}
-        run.write_record(NoteEvent(step=run.step, text=text, measures=measures))
+        run.log.write(NoteEvent(step=run.progress.step, text=text, measures=measures))

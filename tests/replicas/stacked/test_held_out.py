@@ -62,7 +62,7 @@ def alone(
 
 def test_every_replica_is_scored_on_the_same_held_out_batches(tmp_path: Path) -> None:
     one = run(record=tmp_path).go(KEPT + STEPS)
-    trial = one.scheduler._run.trial
+    trial = one.scheduler._run.progress.trial
     assert trial is not None
     assert trial.search.start_score == pytest.approx(float(scores(net()).mean()), rel=1e-12)
     assert len(trial.search.points) == N
@@ -91,7 +91,7 @@ def test_held_out_batches_are_not_trained_on_and_scoring_changes_nothing() -> No
 
 def test_refinement_also_scores_the_first_batches_of_earlier_rounds() -> None:
     one = run(total=400).go(KEPT + STEPS)
-    trial = one.scheduler._run.trial
+    trial = one.scheduler._run.progress.trial
     assert trial is not None
     held = trial.held_out
     assert held is not None
@@ -167,7 +167,7 @@ class Elsewhere(Run):
 def test_losses_computed_outside_the_engine_replace_held_out_scores() -> None:
     one = Elsewhere("stacked", probe=None, scout=SCOUT)
     one.go(KEPT)
-    trial = one.scheduler._run.trial
+    trial = one.scheduler._run.progress.trial
     assert trial is not None
     assert trial.held_out is None
     assert one.ensemble is not None
@@ -203,7 +203,7 @@ class Bad(Run):
 def test_batch_with_losses_that_are_not_finite_is_not_held_out(first: int, is_kept: bool) -> None:
     one = Bad("stacked", probe=None, scout=SCOUT)
     one.first = first
-    trial = one.scheduler._run.trial
+    trial = one.scheduler._run.progress.trial
     assert trial is not None
     while trial.is_held_out_step:
         one.step()
@@ -221,7 +221,7 @@ def test_resumed_scout_holds_out_new_batches_and_ends() -> None:
     other = run()
     other.bare.load_state_dict(copy.deepcopy(one.bare.state_dict()))
     other.scheduler.load_state_dict(copy.deepcopy(one.scheduler.state_dict()))
-    trial = other.scheduler._run.trial
+    trial = other.scheduler._run.progress.trial
     assert trial is not None
     seen, start_score = trial.search.points, trial.search.start_score
     assert len(seen) == N
@@ -238,7 +238,7 @@ def test_resumed_scout_holds_out_new_batches_and_ends() -> None:
 def test_scores_of_new_batches_are_shifted_to_those_before_a_resume() -> None:
     """All batches of a resumed run are harder: that must not look like a loss."""
     one = run().go(KEPT)
-    trial = one.scheduler._run.trial
+    trial = one.scheduler._run.progress.trial
     assert trial is not None
     assert trial.held_out is not None
     before = outset_of(trial.held_out)
@@ -339,7 +339,7 @@ def test_search_during_a_run_holds_out_its_own_batches() -> None:
     weights = one.vectors()
     one.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS, share=0.3))
     one.go(KEPT)
-    trial = one.scheduler._run.trial
+    trial = one.scheduler._run.progress.trial
     assert trial is not None
     assert trial.held_out is not None
     assert all(map(torch.equal, one.vectors(), weights))
@@ -470,7 +470,7 @@ def test_after_a_resume_with_losses_only_gains_are_compared() -> None:
     other = run("unheard")
     other.bare.load_state_dict(one.bare.state_dict())
     other.scheduler.load_state_dict(told)
-    trial = other.scheduler._run.trial
+    trial = other.scheduler._run.progress.trial
     assert trial is not None
     assert trial.moves
     assert trial.by == "losses"
@@ -571,7 +571,7 @@ def test_state_knows_what_scored_the_start_after_any_number_of_resumes() -> None
         other.bare.load_state_dict(one.bare.state_dict())
         other.scheduler.load_state_dict(copy.deepcopy(one.scheduler.state_dict()))
         one = other
-        trial = one.scheduler._run.trial
+        trial = one.scheduler._run.progress.trial
         assert trial is not None
         assert trial.moves
 

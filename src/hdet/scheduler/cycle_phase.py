@@ -1,0 +1,78 @@
+"""An ordinary step of a run: the schedule advances, and at the end of a cycle replicas average."""
+
+from typing import Protocol
+
+from hdet.scheduler.run import Run
+
+
+class EndOfCycle(Protocol):
+    """What happens after the last step of a cycle."""
+
+    def close(self, trained_with: list[float]) -> None:
+        """End the cycle, whose last step had these base learning rates."""
+
+
+class CyclePhase:
+    """Steps of a run that neither searches for a learning rate nor has ended."""
+
+    def __init__(self, run: Run, end: EndOfCycle) -> None:
+        self._run, self._end = run, end
+
+    def step(self) -> None:
+        run, progress = self._run, self._run.progress
+        left = progress.steps_left(progress.step + 1)
+        trained_with = run.knob_bank.base_lrs(run.base.lrs) if left == 0 else []
+        run.log.trace(progress.step, run.rates.centre, run.base.momenta)
+        self._advance_schedule(run.clock.due(progress.step + 1))
+        progress.step += 1
+        self._note_step(left)
+        is_end = left == 0 or self._must_sync()
+        if is_end:
+            self._end.close(trained_with)
+        run.rates.write(everything=is_end)
+
+    def _advance_schedule(self, num_steps: int) -> None:
+        if not self._run.base.wants_metric:
+            for _ in range(num_steps):
+                self._run.base.advance()
+
+    def _note_step(self, left: int) -> None:
+        """Tell the weights of a step: they may differ now, or a pending average arrives."""
+        run, progress = self._run, self._run.progress
+        averager = run.weights.averager
+        if run.settings.outer is not None:
+            averager.note_step()
+        progress.replicas_differ = progress.replicas_differ or run.can_diverge()
+        if progress.step == progress.average_due_at:
+            averager.finish_average_()
+        elif progress.step == progress.forward_due_at:
+            averager.forward_partial_means_()
+        if left < run.tail_steps and run.knob_bank.is_spread():
+            run.weights.tail.add()
+
+    def _must_sync(self) -> bool:
+        """Whether a replica that has just joined ends the cycle: it has no place in the spread."""
+        elastic = self._run.elastic
+        return elastic is not None and elastic.must_sync(self._run.progress.step)
+
+
+class EndedPhase(CyclePhase):
+    """Steps beyond `total_steps`: the base schedule keeps its last value, or the step is refused.
+
+    Raises:
+        ValueError: If `on_overrun` is "raise".
+    """
+
+    def _advance_schedule(self, num_steps: int) -> None:
+        run = self._run
+        total, choice = run.settings.total_steps, run.settings.on_overrun
+        number = run.progress.step + 1
+        if choice == "raise":
+            raise ValueError(
+                f"`step()` must be called at most `total_steps` ({total}) times, got call {number}."
+            )
+        run.log.warn_once(
+            "overrun",
+            f"step {number} is beyond `total_steps` ({total}): the base schedule keeps its last "
+            f"value (on_overrun={choice!r}).",
+        )

@@ -1,0 +1,139 @@
+"""What a scheduler shows of its run: learning rates, knobs, sensitivities and times."""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hdet.control.knob_state import Sensitivity
+from hdet.knobs.param_groups import check_groups
+from hdet.scheduler import state
+from hdet.scheduler.run import Run
+
+
+class RunReadings(LRScheduler):
+    """The public readings of a run. `hdet.HDET` is the scheduler that makes the run."""
+
+    _run: Run
+
+    @property
+    def last_epoch(self) -> int:
+        """The number of attempted steps, under torch's name."""
+        return self._run.progress.step
+
+    @last_epoch.setter
+    def last_epoch(self, step: int) -> None:
+        self._run.progress.step = step
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rates of this replica.
+
+        Returns:
+            One learning rate for each parameter group. With several replicas in this process,
+            those in the centre of the spread.
+        """
+        local = self._run.rates.local
+        return list(local[0]) if len(local) == 1 else self.get_base_lr()
+
+    def get_lr(self) -> list[Any]:
+        """Return the same as `get_last_lr()`, under torch's other name."""
+        return self.get_last_lr()
+
+    def get_base_lr(self) -> list[float]:
+        """Return the learning rates of the consensus: those in the centre of the spread.
+
+        Returns:
+            One learning rate for each parameter group.
+        """
+        return self._run.knob_bank.lrs(self._run.base.lrs)
+
+    def get_replica_lrs(self) -> list[list[float]]:
+        """Return the learning rates of every replica.
+
+        Returns:
+            For each replica, in order, one learning rate for each parameter group.
+        """
+        return [self._run.rates.of(replica) for replica in range(self._run.replicas.size)]
+
+    def get_knobs(self) -> dict[str, float]:
+        """Return the centre of every knob.
+
+        Returns:
+            The knobs by name. For a learning rate (`lr/...`) the value is a factor of the base
+            schedule. For every other knob it is the knob's value. For a knob with a schedule it
+            is the value where the schedule is 1.
+        """
+        return self._run.knob_bank.scales()
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The outer optimizer, None without one. Save and load it beside the inner one."""
+        return self._run.weights.averager.outer
+
+    def outer_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that the outer optimizer follows.
+
+        Returns:
+            Pairs of a model parameter and the tensor that the outer optimizer moves for it.
+        """
+        return self._run.weights.averager.outer_parameters()
+
+    def unsaved_parameters(self) -> list[str]:
+        """Return the parameters that a distributed checkpoint cannot save by itself.
+
+        Each exists once for all replicas and is a plain tensor. A distributed checkpoint takes
+        such tensors for copies of each other.
+
+        Returns:
+            The names of the parameters.
+        """
+        return self._run.weights.unsaved()
+
+    @property
+    def is_scouting(self) -> bool:
+        """Whether the scout runs: each replica tries a learning rate of its own."""
+        return self._run.progress.trial is not None
+
+    def sensitivity(self) -> dict[str, Sensitivity]:
+        """Return how the score responds to every knob, from the last cycles.
+
+        Returns:
+            For each knob with evidence, the slope of the loss over the knob's position, with its
+            standard error and its 95 % interval.
+        """
+        found = {knob.name: knob.sensitivity() for knob in self._run.knob_bank.knobs}
+        return {name: sensitivity for name, sensitivity in found.items() if sensitivity is not None}
+
+    def probe_share(self) -> float | None:
+        """Return the share of the last cycle's time that the probe took.
+
+        Returns:
+            A number from 0 to 1. None without a probe, or while the device still computes.
+        """
+        timers = self._run.log.probe_timers
+        if timers.probe is None or timers.training is None:
+            return None
+        probe, training = timers.probe.seconds(), timers.training.seconds()
+        return None if probe is None or training is None else probe / (probe + training)
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check that the run can continue from a state, and change nothing.
+
+        Args:
+            state_dict: The state, as for `load_state_dict()`.
+
+        Returns:
+            A copy in the form of hdet, also of the state of a plain base schedule.
+
+        Raises:
+            ValueError: If the state belongs to another schedule or to other knobs.
+        """
+        run, saved = self._run, copy.deepcopy(state_dict)
+        check_groups(run.optimizer, len(run.base.lrs))
+        if "hdet" not in saved:
+            fresh = run.new_knob_bank().state_dict()
+            saved = state.adopted(saved, run.settings, run.base, fresh)
+        state.check(saved, run.settings, run.base, [knob.name for knob in run.knob_bank.knobs])
+        return saved
