@@ -126,7 +126,7 @@ class _Completed(BaseController):
 
     def __init__(self, given: Controller) -> None:
         self._given = given
-        self.warmup_steps = given.warmup_steps
+        self.warmup_steps = getattr(given, "warmup_steps", BaseController.warmup_steps)
         self.cooldown = getattr(given, "cooldown", BaseController.cooldown)
         self.relative = getattr(given, "relative", BaseController.relative)
         self.default_design = getattr(given, "default_design", BaseController.default_design)
