@@ -15,7 +15,8 @@ class Exploration:
     def __init__(
         self, design: str, *, seed: int, sync_every: int, total_steps: int | None, cooldown: float
     ) -> None:
-        """
+        """Set up from plain values.
+
         Args:
             design: One of `assignment.DESIGNS`.
             seed: The seed of the assignments.

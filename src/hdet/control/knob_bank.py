@@ -30,7 +30,8 @@ class KnobBank:
         total_steps: int | None,
         one_cycle: OneCycleBounds | None = None,
     ) -> None:
-        """
+        """Set up from plain values.
+
         Args:
             explored: The knobs.
             num_replicas: Replicas of the run.
@@ -104,7 +105,7 @@ class KnobBank:
         return factors
 
     def lrs(self, base: Sequence[float], replica: int | None = None) -> list[float]:
-        """base x scale x multiplier, for every group; without a replica those of the centre."""
+        """Return base x scale x multiplier for each group, or the centre without a replica."""
         pairs = zip(self.base_lrs(base), self.factors_of_groups(replica, len(base)), strict=True)
         return [lr * factor for lr, factor in pairs]
 

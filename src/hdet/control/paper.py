@@ -15,7 +15,7 @@ learning rate through zero."""
 
 
 def softmax_weights(losses: Sequence[float], temperature: float) -> list[float]:
-    """w = softmax((mean(L) - L) / temperature), computed so that it cannot overflow (eq. 4).
+    """Compute w = softmax((mean(L) - L) / temperature) without overflow (eq. 4).
 
     >>> softmax_weights([1.0, 1.0], temperature=0.1)
     [0.5, 0.5]
@@ -112,7 +112,7 @@ class PaperController(BaseController):
         return softmax_weights(losses, self.temperature)
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
-        """v <- beta v + (1 - beta) Delta; scale <- (1 - gamma) scale + lambda v (paper, eq. 7)."""
+        """Set v <- beta v + (1 - beta) Delta and scale <- (1 - gamma) scale + lambda v (eq. 7)."""
         weights = self.weigh(evidence.losses)
         pull = hypergradient(weights, evidence.factors)
         velocity = self.momentum * state.velocity + (1 - self.momentum) * pull

@@ -40,7 +40,8 @@ class StepBudget:
     """The steps of a search: how many it may take, and how many it has taken."""
 
     def __init__(self, scout: Scout, *, num_replicas: int, total_steps: int | None) -> None:
-        """
+        """Set up from plain values.
+
         Args:
             scout: What the user has set.
             num_replicas: Replicas, which try one learning rate each in a round.

@@ -58,7 +58,8 @@ class Search:
         shared: bool = True,
         brief: bool = False,
     ) -> None:
-        """
+        """Set up from plain values.
+
         Args:
             scout: What the user has set.
             num_replicas: Replicas, which try one learning rate each in a round.

@@ -193,10 +193,10 @@ SCRIPT = """
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand in a script element: it never ends the element.
+    r"""JSON that can stand in a script element: it never ends the element.
 
     >>> embedded("</script>")
-    '"\\\\u003c/script>"'
+    '"\\u003c/script>"'
     """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 

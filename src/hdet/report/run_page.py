@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from hdet.records.history import History
@@ -113,7 +113,7 @@ def _moment(time: float | None) -> str | None:
     if time is None:
         return None
     try:
-        return f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d %H:%M} UTC"
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
     except (OverflowError, OSError, ValueError):
         return None
 

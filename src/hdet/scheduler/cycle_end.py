@@ -185,8 +185,8 @@ class CycleEnd:
         if lost:
             self._run.log.warn_once(
                 "scores",
-                f"the probe of replica(s) {lost} is not finite at step {self._run.progress.step}: they are "
-                "left out of the comparison.",
+                f"the probe of replica(s) {lost} is not finite at step "
+                f"{self._run.progress.step}. They are left out of the comparison.",
             )
 
     def _average(self, report: CycleReport, *, waits: bool = False) -> tuple[ReplicaHealth, int]:

@@ -99,7 +99,10 @@ class SearchPhase:
                 "schedule. Use hdet.HDET"
             )
         elif run.progress.trial is not None:
-            problem = "`scout_again()` cannot be called while a scout runs. Wait until `is_scouting` is False"
+            problem = (
+                "`scout_again()` cannot be called while a scout runs. Wait until `is_scouting` is "
+                "False"
+            )
         elif run.replicas.size == 1:
             problem = "`scout_again()` needs several replicas, got one"
         if problem is not None or run.model is None:

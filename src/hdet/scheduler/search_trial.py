@@ -1,4 +1,4 @@
-"""A scout's hands: every replica trains alone with its own learning rate, and comes back."""
+"""One learning-rate search on real replicas: rounds of training apart, scores, restores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ from hdet.weights.snapshot import Snapshot
 
 
 class SearchTrial:
-    """One search, from the weights before it to the choice after it."""
+    """One search, from the snapshot before it to the choice after it."""
 
     def __init__(
         self,
         scout: Scout,
         optimizer: Optimizer,
         model: nn.Module,
-        parameters: ReplicaWeights,
+        weights: ReplicaWeights,
         replicas: Replicas,
         total_steps: int | None,
         *,
@@ -42,8 +42,21 @@ class SearchTrial:
         probes: bool = False,
         trigger: SearchTrigger = SearchTrigger.START,
     ) -> None:
-        """`rates` are the learning rates it looks around, one for each group, and `kind` is the
-        optimizer's name, of each replica's own where they have one."""
+        """Take a snapshot of the start, and let replicas train with their own gradients.
+
+        Args:
+            scout: The options of the search.
+            optimizer: The user's optimizer.
+            model: The user's model.
+            weights: The weights of the replicas.
+            replicas: The engine.
+            total_steps: Steps of the run, or those that are left.
+            rates: The learning rate of each group that a factor of 1 stands for.
+            kind: The class name of a replica's optimizer.
+            shared: Whether the run shares gradients after the search.
+            probes: Whether a probe scores the replicas.
+            trigger: Why the search started.
+        """
         self.scout, self.trigger = scout, trigger
         self.rates, self._total, self._probes = list(rates), total_steps, probes
         self.search = Search(
@@ -54,41 +67,42 @@ class SearchTrial:
             shared=shared,
             brief=scout.restart and trigger.is_check,
         )
-        self._parameters, self._replicas, self._model = parameters, replicas, model
+        self._weights, self._replicas, self._model = weights, replicas, model
         self._done = 0
         self._loss_trace = LossTrace()
         self._gradient_norms: GradientNorms | None = None
-        self._outset = StartPoint(optimizer, model, parameters)
+        self._start_point = StartPoint(optimizer, model, weights)
         self.held_out: HeldOutBatches | None = None
-        """What replicas are compared by where there is no probe, if it is not their losses."""
+        """The held-out batches that score replicas without a probe; none where losses do."""
         self._compared_by_before: str | None = None
-        """What they were compared by in the first rounds, if that may be something else."""
+        """What replicas were compared by in earlier rounds, if that may have changed."""
         replicas.share_gradients(model, False)
 
     @property
     def start(self) -> Snapshot:
-        """Where everyone has set out from."""
-        return self._outset.snapshot
+        """The snapshot from before the search."""
+        return self._start_point.snapshot
 
     @property
     def keeps_given_lr(self) -> bool:
-        """Whether only what is far from the given learning rate is a reason to change it."""
+        """Whether the run keeps its learning rate unless the estimate is far off."""
         return self.scout.restart and self.trigger is not SearchTrigger.REQUESTED
 
     def lr(self, group: int, replica: int) -> float:
+        """Return the learning rate that a replica tries for a group."""
         return min(self.rates[group] * self.search.factors[replica], MAX_LR)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of one in mid-run also what it was asked to do: no setting of the run knows it."""
-        told = {**self.search.state_dict(), **trigger_to_state(self.trigger)}
-        told["by"] = self._compared_by_before or self.by  # what the outset was scored by
+        """Return the saved form; in mid-run with the options that were asked for."""
+        saved = {**self.search.state_dict(), **trigger_to_state(self.trigger)}
+        saved["by"] = self._compared_by_before or self.by  # what the start was scored by
         if self.trigger.is_mid_run:
-            told["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
-        return told
+            saved["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
+        return saved
 
-    def resume(self, told: Mapping[str, Any]) -> None:
-        self.search.load_state_dict(told)
-        self._compared_by_before = told.get("by") if self.search.start_score is not None else None
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        self.search.load_state_dict(saved)
+        self._compared_by_before = saved.get("by") if self.search.start_score is not None else None
 
     @property
     def by(self) -> str:
@@ -99,12 +113,11 @@ class SearchTrial:
 
     @property
     def moves(self) -> bool:
-        """Whether rounds are scored by other batches than those before: then what is gained is all
-        they have in common."""
+        """Whether rounds are scored on different batches, so that only gains can be compared."""
         return self.held_out is not None or self._compared_by_before not in (None, self.by)
 
     def use_held_out(self, held: HeldOutBatches | None) -> None:
-        """Compare replicas by what is held out, if there are steps for that."""
+        """Compare replicas on held-out batches, if the budget has steps for that."""
         if held is not None and not self.search.can_spare(held.steps_left):
             held.close()
             held = None
@@ -112,23 +125,23 @@ class SearchTrial:
 
     @property
     def is_held_out_step(self) -> bool:
-        """Whether nobody trains on this step's batch."""
+        """Whether the batch of this step is held out: no replica trains on it."""
         return self.held_out is not None and self.held_out.steps_left > 0
 
     def end_held_out_step(self) -> None:
-        """A step whose batch is kept; everyone comes back from it."""
+        """Keep the batch of this step, and restore the start."""
         assert self.held_out is not None
-        self._outset.finalize()
+        self._start_point.finalize()
         self.held_out.end_step()
-        self._return_after(1)
+        self._spend(1)
         left = self.held_out.steps_left
-        if left and not self.search.can_spare(left):  # bad batches have used them up
+        if left and not self.search.can_spare(left):  # bad batches used the budget up
             left = self.held_out.steps_left = 0
         if not left and self.held_out.is_empty:
             self.compare_by_losses()
 
     def compare_by_losses(self) -> None:
-        """From now on, since nothing can be held out."""
+        """Compare replicas by training losses from now on."""
         assert self.held_out is not None
         if self.search.start_score is not None:
             self._compared_by_before = self._compared_by_before or self.by
@@ -136,11 +149,11 @@ class SearchTrial:
         self.held_out = None
 
     def advance(self, losses: Tensor | None) -> bool:
-        """One step further, with these losses; whether the round is over."""
+        """Count one step with these losses; return whether the round is over."""
         self._loss_trace.add(losses)
-        self._outset.finalize()  # also if the first step was skipped, as GradScaler does
-        if self._done == 0:  # these gradients are of one place
-            norms = self._parameters.checks.gradient_norms()
+        self._start_point.finalize()  # also if the first step was skipped, as GradScaler does
+        if self._done == 0:  # all replicas still have the same weights
+            norms = self._weights.checks.gradient_norms()
             self._gradient_norms = None if norms is None else GradientNorms(*norms)
             if self.held_out is not None:
                 self.held_out.begin_round()
@@ -151,71 +164,73 @@ class SearchTrial:
         return self.search.num_steps - self._done
 
     def scores(self, *, alike: bool) -> Tensor:
-        """What every replica scores on the batches that were held out."""
+        """Score every local replica on the held-out batches."""
         assert self.held_out is not None
         return self.held_out.rows(self.search.num_parts, alike=alike)
 
-    def points(self, call: CycleReport) -> list[Observation]:
-        """What every replica has come to in this round."""
-        told = (self.search.factors, call.losses, call.errors, call.scores, call.finite)
-        points = observations_of_round(*told)
+    def points(self, report: CycleReport) -> list[Observation]:
+        """Return what the learning rate of every replica came to in this round."""
+        seen = (self.search.factors, report.losses, report.errors, report.scores, report.finite)
+        points = observations_of_round(*seen)
         if all(point.score is not None for point in points):
             return points
         summaries = self._loss_trace.summaries(self._replicas)
         return observations_of_round(
-            *told, hit_by_bad_batch(summaries, self.search.num_steps, self.search.factors)
+            *seen, hit_by_bad_batch(summaries, self.search.num_steps, self.search.factors)
         )
 
     def judge(
-        self, points: Sequence[Observation], call: CycleReport, start_score: CycleReport | None
+        self, points: Sequence[Observation], report: CycleReport, at_start: CycleReport | None
     ) -> None:
-        """The same beside what the weights of before score: by losses, what all replicas saw
-        together in the first step of the round."""
-        before = call.first_loss if call.scores is None else None
-        if start_score is not None and start_score.scores is not None:
-            before = fmean(start_score.scores[0])
+        """Hand the round to the search, with the score of the start.
+
+        Without scores, the start is scored by the mean loss of the first step of the round.
+        """
+        before = report.first_loss if report.scores is None else None
+        if at_start is not None and at_start.scores is not None:
+            before = fmean(at_start.scores[0])
         known = self.search.start_score
         if self.moves and known is not None and before is not None and math.isfinite(before):
             points, before = [point.shifted_by(known - before) for point in points], None
         self.search.record_round(points, self._gradient_norms, before)
 
     def restore(self) -> None:
-        """To the camp; or to the best replica, if the search is over and that is wanted."""
+        """Restore the start; after the last round with `rewind=False`, take the best replica."""
         best = self._best_replica() if self.search.is_over and not self.scout.rewind else None
         if best is None:
             self._restore()
         else:
-            self._parameters.select_(best)
-        self._begin_again()
+            self._weights.select_(best)
+        self._start_round()
 
     def interrupt(self) -> None:
-        """Everyone comes back in the middle of a round, which starts again if there is time."""
-        self._return_after(self._done)
+        """Restore the start in the middle of a round, which is repeated if there is time."""
+        self._spend(self._done)
 
-    def _return_after(self, num_steps: int) -> None:
+    def _spend(self, num_steps: int) -> None:
         self.search.interrupt(num_steps)
         self._restore()
-        self._begin_again()
+        self._start_round()
 
     def _restore(self) -> None:
-        # A loop may draw its batches from the random numbers: what is held out must not come again.
-        draws = self.held_out is None or self.search.is_over
-        self._parameters.restore_(self.start, random_state=draws)
+        # With the random state of the start, a loop could draw the held-out batches again.
+        random_state = self.held_out is None or self.search.is_over
+        self._weights.restore_(self.start, random_state=random_state)
 
-    def _begin_again(self) -> None:
+    def _start_round(self) -> None:
         self._done, self._loss_trace = 0, LossTrace()
         if self.held_out is not None:
             self.held_out.end_round()
 
     def close(self, *, shared: bool) -> None:
-        """Gradients are shared again, if they were."""
-        self._outset.close()
+        """End the search; `shared` says whether the run shares gradients."""
+        self._start_point.close()
         if self.held_out is not None:
             self.held_out.close()
         self._replicas.share_gradients(self._model, shared)
 
     def _best_replica(self) -> int | None:
-        """That of the last round, if the best learning rate was tried there."""
+        """Return the replica with the best learning rate, if the last round tried it."""
         seen = self.search.refined_observations or self.search.points
         finite = [(p.score, p.factor) for p in seen if p.score is not None]
         best, last = min(finite)[1] if finite else None, self.search.last_factors

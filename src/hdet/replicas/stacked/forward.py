@@ -140,7 +140,7 @@ class Forward:
     # Mode ------------------------------------------------------------------------------------
 
     def _choose_mode(self, function: LossFunction, parts: Any) -> str:
-        """vmap where torch can and where it is fast: grouped convolutions on CUDA are slow."""
+        """Choose vmap where torch can and it is fast: grouped convolutions on CUDA are slow."""
         modules = self.stack.model.modules()
         has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in modules)
         is_slow = has_convolutions and self.stack.device.type == "cuda"
