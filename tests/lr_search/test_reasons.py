@@ -13,9 +13,9 @@ from hdet.lr_search.trigger import SearchTrigger, trigger_of_state, trigger_to_s
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_each_reason_is_read_from_its_value_and_from_its_text(reason: Reason) -> None:
+def test_each_reason_is_read_from_its_value_and_has_a_text(reason: Reason) -> None:
     assert reasons_of_state([reason.value]) == (reason,)
-    assert reasons_of_state(describe([reason])) == (reason,)
+    assert describe([reason])
 
 
 def test_text_of_an_older_state_is_read_as_several_reasons() -> None:
@@ -25,7 +25,6 @@ def test_text_of_an_older_state_is_read_as_several_reasons() -> None:
     )
     reasons = (Reason.NEARLY_BEST, Reason.REFINED, Reason.LOWERED_FOR_LONGER_ROUNDS)
     assert reasons_of_state(text) == reasons
-    assert describe(reasons) == text
 
 
 @pytest.mark.parametrize("saved", ["a text of another version", ["a value of another version"]])
@@ -36,7 +35,7 @@ def test_unknown_reason_becomes_a_neutral_one(saved: str | list[str]) -> None:
 
 def test_kept_learning_rate_names_the_factor_that_was_declined() -> None:
     kept = Estimate(1.0, Reason.GIVEN_IS_KEPT, declined=0.61234)
-    assert kept.text == "0.612 times it is no reason to change it"
+    assert kept.text == "the given learning rate is kept: 0.612 times it is not far enough off"
 
 
 def test_search_continues_from_a_state_with_a_reason_text() -> None:

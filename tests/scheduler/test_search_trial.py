@@ -583,7 +583,7 @@ def test_search_restores_the_random_state_of_torch() -> None:
 
 
 def test_scout_with_one_replica_warns_and_keeps_the_learning_rate() -> None:
-    with pytest.warns(UserWarning, match="`scout` needs several replicas"):
+    with pytest.warns(UserWarning, match="needs several replicas"):
         run = Run("one")
     assert run.go(STEPS).scheduler.get_knobs() == {"lr/group0": 1.0}
 
@@ -684,7 +684,7 @@ def test_search_of_scout_again_resumes_with_its_own_settings() -> None:
 
 def test_scout_again_says_why_a_search_is_impossible() -> None:
     run = Run("stacked", total=600)
-    with pytest.raises(RuntimeError, match="must wait until the replicas have scouted"):
+    with pytest.raises(RuntimeError, match="cannot be called while a scout runs"):
         run.scheduler.scout_again()
     run.go(590)
     weights = run.vectors()
@@ -728,7 +728,7 @@ def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float
         while run.scheduler.is_scouting:
             run.step()
     everyone = len(who) == N
-    assert any("it is made again" in str(one.message) for one in told) == everyone
+    assert any("is repeated" in str(one.message) for one in told) == (everyone and rank == 0)
     return run.scheduler.get_knobs()["lr/group0"]
 
 
@@ -884,7 +884,7 @@ def test_search_resumed_with_fewer_replicas_ends_when_too_few_steps_are_left() -
     many.scheduler.scout_again()
     many.step()
     many.scheduler.converge()
-    with pytest.warns(UserWarning, match="The scout ends, and the learning rate is kept"):
+    with pytest.warns(UserWarning, match="scout ended: .* The given learning rate is kept"):
         few.scheduler.load_state_dict(many.scheduler.state_dict())
     assert not few.scheduler.is_scouting
     few.step()

@@ -38,6 +38,33 @@ class Reason(StrEnum):
 
 
 _TEXTS = {
+    Reason.LOWEST_IS_LOST: "the lowest learning rate diverges",
+    Reason.ALL_EXPLODE: "every learning rate diverges",
+    Reason.ALL_WORSE_THAN_START: "every learning rate is worse than no training",
+    Reason.NO_GAIN: "no learning rate improves the score",
+    Reason.ONLY_NOISE: "the scores differ by no more than their noise",
+    Reason.LOWEST_IS_BEST: "the lowest learning rate is the best",
+    Reason.LOWEST_IS_AS_GOOD: "the lowest learning rate is as good as the best",
+    Reason.HIGHEST_IS_BEST: "the highest learning rate is the best",
+    Reason.NEARLY_BEST: "the lowest learning rate that gains nearly as much as the best",
+    Reason.REFINED: "refined",
+    Reason.LOWERED_FOR_LONGER_ROUNDS: "lowered, since longer rounds did not fit",
+    Reason.NOTHING_TRIED: "no learning rate was tried",
+    Reason.INTERRUPTED: "interrupted",
+    Reason.NO_TIME: "no steps were left to look further",
+    Reason.GIVEN_IS_NOT_HOPELESS: "the given learning rate is not hopeless",
+    Reason.RUN_TOO_SHORT_TO_REFINE: "the run is too short for a refinement",
+    Reason.BEST_NOT_IN_LAST_ROUND: "the best replica belongs to an earlier round",
+    Reason.FOUND: "the best of the search, scaled to the full batch and the schedule",
+    Reason.NOTHING_FOUND: "nothing was found",
+    Reason.BELOW_FLOOR: "raised to the floor below the divergence threshold",
+    Reason.ROUNDS_TOO_SHORT: "lowered, since the rounds were too short to be trusted",
+    Reason.LOST_OR_NOT_TRIED: "limited to half of the lowest lost learning rate, or to the range",
+    Reason.GIVEN_IS_KEPT: "the given learning rate is kept",
+    Reason.UNKNOWN: "another reason",
+}
+
+_OLD_TEXTS = {
     Reason.LOWEST_IS_LOST: "the lowest learning rate is lost",
     Reason.ALL_EXPLODE: "every learning rate explodes",
     Reason.ALL_WORSE_THAN_START: "every learning rate is worse than none",
@@ -49,22 +76,10 @@ _TEXTS = {
     Reason.NEARLY_BEST: "the lowest that gains nearly as much as the best",
     Reason.REFINED: "tried closely",
     Reason.LOWERED_FOR_LONGER_ROUNDS: "lowered, since there was no time for longer rounds",
-    Reason.NOTHING_TRIED: "nothing was tried",
     Reason.INTERRUPTED: "interrupted",
     Reason.NO_TIME: "there was no time to look further",
-    Reason.GIVEN_IS_NOT_HOPELESS: "no reason to leave what was given",
-    Reason.RUN_TOO_SHORT_TO_REFINE: "the run has become too short to look closely",
-    Reason.BEST_NOT_IN_LAST_ROUND: (
-        "the best replica was one of an earlier round, so all came back"
-    ),
-    Reason.FOUND: "what was found, for the batch of all replicas and the schedule",
-    Reason.NOTHING_FOUND: "nothing was found",
-    Reason.BELOW_FLOOR: "less is needlessly far below where scores explode",
-    Reason.ROUNDS_TOO_SHORT: ("what was found in so few steps is too near to where scores explode"),
-    Reason.LOST_OR_NOT_TRIED: "more was lost, or not tried",
-    Reason.GIVEN_IS_KEPT: "the given learning rate is kept",
-    Reason.UNKNOWN: "another reason",
 }
+"""The texts of a first choice in states that were saved before reasons had values."""
 
 
 def describe(reasons: Sequence[Reason], *, declined: float | None = None) -> str:
@@ -75,12 +90,12 @@ def describe(reasons: Sequence[Reason], *, declined: float | None = None) -> str
         declined: The factor that was found where the given learning rate is kept.
 
     >>> describe([Reason.NEARLY_BEST, Reason.REFINED])
-    'the lowest that gains nearly as much as the best, tried closely'
+    'the lowest learning rate that gains nearly as much as the best, refined'
     >>> describe([Reason.GIVEN_IS_KEPT], declined=0.5)
-    '0.5 times it is no reason to change it'
+    'the given learning rate is kept: 0.5 times it is not far enough off'
     """
     if declined is not None:
-        return f"{declined:.3g} times it is no reason to change it"
+        return f"the given learning rate is kept: {declined:.3g} times it is not far enough off"
     return ", ".join(_TEXTS[reason] for reason in reasons)
 
 
@@ -99,7 +114,7 @@ def reasons_of_state(saved: str | Sequence[str]) -> tuple[Reason, ...]:
 
 
 def _reasons_of_text(text: str) -> tuple[Reason, ...]:
-    places = {reason: text.find(words) for reason, words in _TEXTS.items()}
+    places = {reason: text.find(words) for reason, words in _OLD_TEXTS.items()}
     found = sorted((place, reason) for reason, place in places.items() if place >= 0)
     if text and not found:
         return (Reason.UNKNOWN,)

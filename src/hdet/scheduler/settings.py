@@ -44,11 +44,11 @@ class Settings:
     """How multipliers are assigned to replicas. None becomes the design of the controller."""
 
     def __post_init__(self) -> None:
+        self._check_parts()  # first: the controller names the default design
         if self.design is None:
             object.__setattr__(self, "design", self._default_design())
         self._check_exploration()
         self._check_numbers_and_choices()
-        self._check_parts()
         self._check_length()
 
     def _check_exploration(self) -> None:
