@@ -129,6 +129,7 @@ def test_block_calls_hdet_as_its_signatures_allow(block: Block) -> None:
 @pytest.mark.parametrize(
     "block", [block for block in python_blocks() if can_run(block)], ids=lambda block: block.name
 )
+@pytest.mark.filterwarnings("ignore:scout disabled:UserWarning")
 def test_block_runs(
     block: Block,
     tmp_path: Path,
