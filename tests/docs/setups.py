@@ -59,6 +59,33 @@ def loop_run() -> Names:
     return {**names, "scheduler": scheduler}
 
 
+class Tracker:
+    """Stands for the module `wandb`: accepts numbers by name, and steps that do not go back."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.is_finished = False
+        self._step = 0
+
+    def init(self, project: str) -> "Tracker":
+        assert project
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert all(isinstance(value, float) for value in values.values())
+        assert step >= self._step
+        self._step = step
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+def tracked_loop() -> Names:
+    """A loop beside an experiment tracker."""
+    return {**loop(), "wandb": Tracker()}
+
+
 def stacked_run() -> Names:
     """Eight replicas on one device that explore a weight decay, after a few steps."""
     names = model_and_data()

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import gc
 import inspect
 import re
 from pathlib import Path
@@ -128,6 +129,7 @@ def test_block_calls_hdet_as_its_signatures_allow(block: Block) -> None:
 @pytest.mark.parametrize(
     "block", [block for block in python_blocks() if can_run(block)], ids=lambda block: block.name
 )
+@pytest.mark.filterwarnings("ignore:scout disabled:UserWarning")
 def test_block_runs(
     block: Block,
     tmp_path: Path,
@@ -152,3 +154,20 @@ def test_a_wrong_call_is_found() -> None:
     assert isinstance(call, ast.Expr)
     assert isinstance(call.value, ast.Call)
     assert "modle" in str(problem_of(call.value))
+
+
+def test_sink_of_the_how_to_page_logs_losses_rates_and_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [b for b in python_blocks() if b.setup == "tracked_loop"]
+    names = setups.tracked_loop()
+    exec(compile(block.code, block.name, "exec"), names)
+    tracker = names["wandb"]
+    assert [sorted(values) for values in tracker.logged] == 3 * [["group0", "loss"]] + [
+        ["accuracy"]
+    ]
+    assert not tracker.is_finished
+    names.clear()  # the scheduler is gone
+    gc.collect()
+    assert tracker.is_finished

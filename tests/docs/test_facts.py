@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from hdet.lr_search import constants
+from hdet.records import events
+from hdet.records.codec import RENAMED
 from tests.docs.pages import DOCS, ROOT
 
 LENGTHS = re.findall(
@@ -87,3 +91,51 @@ def test_record_format_page_names_every_field_of_a_record(tmp_path: Path) -> Non
     fields |= {line["event"] for line in lines}
     named = set(re.findall(r"`(\w+)`", (DOCS / "reference/record-format.md").read_text()))
     assert not fields - named
+
+
+def test_record_format_page_names_every_field_of_the_schema() -> None:
+    text = (DOCS / "reference/record-format.md").read_text()
+    parts = (events.KnobEntry, events.TriedRate, events.ExcludedReplica, events.LRTracePoints)
+    schema = [*events.EVENTS.values(), *parts, events.ReplicaInfo, events.ConvergeCost]
+    wanted = {field.name for kind in schema for field in fields(kind)} - {"is_lr"}
+    named = set(re.findall(r"`(\w+)`", text))
+    assert not (wanted | set(events.EVENTS)) - named
+    assert f"version of the format, {events.SCHEMA};" in text
+
+
+def test_record_format_page_lists_every_old_name() -> None:
+    text = (DOCS / "reference/record-format.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+`) \| `(\w+)` \| `(\w+)` \|$", text, re.MULTILINE)
+    listed = [(place.strip("`"), old, new) for p, old, new in rows for place in p.split(", ")]
+    known = [(place, old, new) for place, names in RENAMED.items() for old, new in names.items()]
+    assert sorted(listed) == sorted(known)
+
+
+def test_scout_page_gives_the_values_of_the_constants() -> None:
+    """A row starts with names, in code, and has their values in the same order."""
+    text = (DOCS / "explanation/how-the-scout-decides.md").read_text()
+    rows = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \| ([^|]+) \|", text, re.MULTILINE)
+    given = {
+        name: value
+        for names, values in rows
+        for name, value in zip(re.findall(r"`([\w.]+)`", names), values.split(", "), strict=True)
+    }
+    assert len(given) >= 20
+    assert {name: number(value) for name, value in given.items()} == {
+        name: pytest.approx(constant_of(name)) for name in given
+    }
+
+
+def constant_of(name: str) -> float:
+    """A constant of the search, or a default such as `Scout.share`."""
+    owner, _, field = name.rpartition(".")
+    value: float = getattr(hdet.Scout(), field) if owner else getattr(constants, name)
+    return value
+
+
+def number(text: str) -> float:
+    """The value of a number as a page writes it: 2.5, 1/8 or 3 %."""
+    if text.endswith("%"):
+        return float(text.removesuffix("%")) / 100
+    top, _, bottom = text.partition("/")
+    return float(top) / float(bottom or 1)

@@ -11,7 +11,7 @@ from tests.docs.pages import DOCS, ROOT, pages, prose
 
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#+\s+(.*?)(?:\s+\{#([\w-]+)\})?\s*$", re.MULTILINE)
-ANCHOR = re.compile(r'<a id="([^"]+)">')
+PLACE = re.compile(r'<a id="([\w-]+)"></a>')
 DIRECTIVE = re.compile(r"^::: (\S+)", re.MULTILINE)
 
 
@@ -19,7 +19,7 @@ def anchors(page: Path) -> set[str]:
     """The places on a page that a link may name."""
     text = prose(page)
     found = {own or slugify(plain(title), "-") for title, own in HEADING.findall(text)}
-    return found | set(DIRECTIVE.findall(text)) | set(ANCHOR.findall(text))
+    return found | set(DIRECTIVE.findall(text)) | set(PLACE.findall(text))
 
 
 def plain(title: str) -> str:
