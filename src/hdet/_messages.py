@@ -1,0 +1,99 @@
+"""Warnings that point at the user's line, and the log lines of decisions that change a run.
+
+Importing hdet does not configure logging. The first line decides how lines are shown: as the user
+has configured logging, or else on stderr.
+"""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+
+Warn = Callable[[str], None]
+"""Raises a warning with this text. A process that must be quiet passes one that does nothing."""
+
+LOGGER = logging.getLogger("hdet")
+# Packages whose frames lie between the user's line and the warning. A context manager of hdet is
+# entered by contextlib, and a record that is closed at the end of a run is closed by weakref.
+_NOT_THE_USERS = frozenset({"hdet", "torch", "contextlib", "weakref"})
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Raise a warning that points at the first line outside hdet and torch.
+
+    Args:
+        text: What is wrong, the value, and what to write instead.
+        category: The class of the warning.
+    """
+    warnings.warn(text, category, stacklevel=_stacklevel(sys._getframe(1)))
+
+
+def info(text: str) -> None:
+    """Log one line about a decision that changes the run.
+
+    The line is visible by default. `hdet.set_verbosity` and the configuration of the logger `hdet`
+    change that.
+
+    Args:
+        text: What was decided, and why. It is logged as one line behind `hdet: `.
+    """
+    if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
+        LOGGER.setLevel(logging.INFO)
+        _show_on_stderr()
+    LOGGER.info("hdet: %s", " ".join(text.split()))
+
+
+def set_verbosity(level: int | str) -> None:
+    """Set which lines hdet logs. By default it logs each decision that changes the run.
+
+    hdet logs its decisions at level INFO, to the logger `hdet`. Warnings are not log lines:
+    the module `warnings` filters them.
+
+    Args:
+        level: A level of the module `logging`, or its name. `"WARNING"` hides the decisions.
+
+    Raises:
+        TypeError: If `level` is neither an integer nor a string.
+        ValueError: If `level` is not the name of a level.
+
+    Example:
+        >>> set_verbosity("WARNING")
+        >>> logging.getLogger("hdet").isEnabledFor(logging.INFO)
+        False
+        >>> set_verbosity(logging.NOTSET)
+    """
+    if isinstance(level, bool) or not isinstance(level, int | str):
+        raise TypeError(f"`level` must be a logging level such as 'INFO', got {level!r}.")
+    levels = logging.getLevelNamesMapping()
+    if isinstance(level, str) and level.upper() not in levels:
+        raise ValueError(f"`level` must be one of {', '.join(levels)}, got {level!r}.")
+    LOGGER.setLevel(levels[level.upper()] if isinstance(level, str) else level)
+    if LOGGER.level != logging.NOTSET and not LOGGER.hasHandlers():
+        _show_on_stderr()
+
+
+class _StderrHandler(logging.Handler):
+    """Writes lines to stderr, unless the root logger has handlers that write them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A user who configures logging after the first line must not see each line twice.
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _show_on_stderr() -> None:
+    LOGGER.addHandler(_StderrHandler())
+
+
+def _stacklevel(frame: FrameType | None) -> int:
+    """Return the stacklevel, seen from `warn`, of the first frame that is the user's."""
+    level = 2
+    while frame is not None and _package(frame) in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
