@@ -115,5 +115,5 @@ def test_messages_are_found_in_raises_warnings_rules_and_helpers() -> None:
     assert "` must be True or False, got" in found  # an error
     assert "replicas run one after another, which is slower: vmap cannot run this model" in found
     assert "`probe` needs `model=`, got None" in found  # a rule
-    assert "exists on replica" in found  # the part of an error that a function makes
+    assert "but not on replica" in found  # the part of an error that a function makes
     assert len(found) > 150

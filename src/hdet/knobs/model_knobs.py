@@ -67,8 +67,7 @@ def dropout(
     }
     if not layers:
         raise ValueError("`model` must have nn.Dropout layers for knob 'dropout', got none.")
-    for text in _unexplored_dropout(model, layers):
-        warn(text)
+    _warn_of_fixed_dropout(model, layers)
     parts = _layers_by_name("dropout", layers, groups, shared)
     return DialKnob(
         name="dropout",
@@ -81,16 +80,15 @@ def dropout(
     )
 
 
-def _unexplored_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Warnings about dropout that stays as it is."""
-    texts = []
+def _warn_of_fixed_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Warn of dropout that the knob does not change."""
     fixed = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.MultiheadAttention) and module.dropout
     ]
     if fixed:
-        texts.append(
+        warn(
             f"the dropout inside nn.MultiheadAttention ({fixed[0]!r}) is not steered: torch takes "
             "it as a number."
         )
@@ -100,11 +98,10 @@ def _unexplored_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> li
         if isinstance(module, tuple(DROPOUTS)) and name not in layers
     ]
     if others:
-        texts.append(
+        warn(
             f"the dropout in {others[0]} is not steered: hdet does not know what a subclass of "
             "nn.Dropout does."
         )
-    return texts
 
 
 def label_smoothing(
