@@ -15,10 +15,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +39,11 @@ class RemoteError(AssertionError):
         self.tracebacks = tracebacks
         shown = [f"--- process {i} ---\n{text}" for i, text in enumerate(tracebacks) if text]
         super().__init__("\n".join(shown))
+
+
+def warns_on_first(rank: int, words: str) -> AbstractContextManager[Any]:
+    """Expect a warning on the first process. On the others a warning is an error."""
+    return pytest.warns(UserWarning, match=words) if rank == 0 else nullcontext()
 
 
 class Progress:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hdet._version import __version__
 
 if TYPE_CHECKING:
+    from hdet._messages import set_verbosity
     from hdet.checkpoint import load_checkpoint, save_checkpoint
     from hdet.control.paper import PaperController
     from hdet.control.replica_health import ReplicasLost
@@ -61,10 +62,12 @@ __all__ = [
     "momentum",
     "perturb_",
     "save_checkpoint",
+    "set_verbosity",
     "weight_decay",
 ]
 
 _MODULES = {
+    "hdet._messages": ("set_verbosity",),
     "hdet.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "hdet.control.paper": ("PaperController",),
     "hdet.control.replica_health": ("ReplicasLost",),

@@ -138,26 +138,28 @@ def _optimizers(
     """The optimizers to save, each with its parameters by name."""
     if isinstance(optimizer, EngineOptimizer):
         raise TypeError(
-            "`optimizer` must be that of one replica in each process, got stacked replicas: call "
-            "scheduler.converge(), then save the states of model, optimizer and scheduler by "
+            "`optimizer` must belong to one replica per process, got stacked replicas. Call "
+            "scheduler.converge(), then save the states of model, optimizer and scheduler with "
             "torch.save."
         )
     if names := scheduler.unsaved_parameters():
         raise ValueError(
-            f"parameters {names} exist once in each process but are plain tensors, of which torch "
-            "would save a single one: make them DTensors."
+            f"parameters {names} exist once in each process as plain tensors, and a distributed "
+            "checkpoint would save only one of them. Make them DTensors."
         )
     known = {id(p): _unwrapped_name(model, name) for name, p in model.named_parameters()}
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(parameter) not in known for parameter in own):
         raise ValueError(
-            "`optimizer` must move parameters of `model`, got others. (DDP over tensor "
-            "parallelism hides them: save such a run yourself, after scheduler.converge().)"
+            "`optimizer` must hold parameters of `model`, got others. DDP over tensor parallelism "
+            "hides them: save such a run yourself, after scheduler.converge()."
         )
     found = {"optimizer": (optimizer, {known[id(parameter)]: parameter for parameter in own})}
     pairs = scheduler.outer_parameters()
     if any(id(own) not in known for own, _ in pairs):
-        raise ValueError("`model` must have all that the outer optimizer moves, got a part of it.")
+        raise ValueError(
+            "`model` must have all parameters of the outer optimizer, got a part of them."
+        )
     if scheduler.outer is not None:
         found["outer"] = scheduler.outer, {known[id(own)]: outer for own, outer in pairs}
     return found
@@ -207,11 +209,11 @@ def _settings(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> str:
     keys = {key for parameter in parameters.values() for key in optimizer.state.get(parameter, {})}
     try:
         if odd := [key for key in keys if not isinstance(key, str)]:
-            raise TypeError(f"its state has a key {odd[0]!r} that is no name")
+            raise TypeError(f"its state has the key {odd[0]!r}, which is not a string")
         return json.dumps(settings)
     except TypeError as error:
         raise TypeError(
-            f"a {type(optimizer).__name__} cannot be saved here, {error}: save such a run "
+            f"save_checkpoint cannot save a {type(optimizer).__name__}: {error}. Save such a run "
             "yourself, after scheduler.converge()."
         ) from error
 
@@ -226,7 +228,7 @@ def _check_model(weights: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse a checkpoint with more weights than the model: torch checks only for fewer."""
     names = {entry.removeprefix("model.") for entry in saved if entry.startswith("model.")}
     if unknown := names.difference(weights):
-        raise ValueError(f"`model` must be the one that was saved, got none of {sorted(unknown)}.")
+        raise ValueError(f"`model` must be the one that was saved, but it lacks {sorted(unknown)}.")
 
 
 def _check_same_kind(
@@ -234,10 +236,10 @@ def _check_same_kind(
 ) -> None:
     """Refuse an optimizer of another kind or with other groups than the saved one."""
     mine = json.loads(_settings(optimizer, parameters))
-    for key, what in (("kind", "of the kind"), ("members", "with the groups")):
+    for key, what in (("kind", "type"), ("members", "parameter groups")):
         if saved.get(key) != mine[key]:
             raise ValueError(
-                f"`{part}` must be {what} that it was saved with, {saved.get(key)}, got "
+                f"`{part}` must have the same {what} as the saved one, {saved.get(key)}, got "
                 f"{mine[key]}."
             )
 
@@ -257,8 +259,8 @@ def _empty_states(
             continue
         if layout(parameter) is not None and len(about.size):
             raise ValueError(
-                f"`{part}` has a state {key!r} of another shape than the parameter {name!r}, which "
-                "is sharded: nobody knows how that was."
+                f"`{part}` has a state {key!r} whose shape differs from that of its sharded "
+                f"parameter {name!r}. Load it into a model that is not sharded."
             )
         states[entry] = torch.zeros(about.size, dtype=dtype, device=parameter.device)
     return states

@@ -19,7 +19,7 @@ from tests.knob_run import Run
 from tests.processes import POLL_SECONDS, Progress, communicate
 from tests.sample_record import write_sample
 
-HDET = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:no scout", "-m", "hdet"]
+HDET = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:scout disabled", "-m", "hdet"]
 
 
 def run(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -256,7 +256,7 @@ def test_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) 
     assert "`--lr` must be" in run("demo", *common, "--lr", "0.1", "--resume", status=1).stderr
 
 
-@pytest.mark.filterwarnings("ignore:no scout")
+@pytest.mark.filterwarnings("ignore:scout disabled")
 def test_files_of_an_earlier_demo_are_moved_aside(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for steps in ("10", "20"):

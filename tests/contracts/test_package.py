@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 import hdet
 
 SOURCE = Path(hdet.__file__).parent
-PURE = ("hdet.control", "hdet.lr_search", "hdet.records.reader")
+PURE = ("hdet._messages", "hdet.control", "hdet.lr_search", "hdet.records.reader")
 
 
 def test_public_names_are_listed_and_can_be_loaded() -> None:

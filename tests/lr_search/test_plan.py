@@ -759,7 +759,7 @@ def test_noise_is_rarely_a_difference_between_scores(num: int) -> None:
 
 def test_search_shifts_down_once_and_then_refuses_if_all_learning_rates_diverge() -> None:
     with pytest.raises(
-        AllRatesDiverged, match=r"every learning rate from 3.73e-06 to 100 times the given"
+        AllRatesDiverged, match=r"diverges at every learning rate .* from 3.73e-06 to 100 times"
     ):
         search(1.0, lambda lr: None)
 

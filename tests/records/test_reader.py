@@ -137,21 +137,21 @@ def test_resume_may_change_the_number_of_replicas(tmp_path: Path) -> None:
         ("{not json", "not JSON"),
         (b'"\xff"', "not JSON"),
         ("[1, 2]", "not a JSON object"),
-        ("{}", "no event"),
+        ("{}", "the field event is missing"),
         ("[" * 100_000, "nested too deeply"),
-        (json.dumps(cycle(10) | {"step": None}), "no step"),
-        (json.dumps(cycle(10) | {"step": "10"}), "step is not a whole number"),
-        (json.dumps(cycle(10) | {"step": -1}), "step is not a whole number"),
-        (json.dumps(cycle(10) | {"step": True}), "step is not a whole number"),
-        (json.dumps(cycle(10) | {"losses": None}), "no losses"),
+        (json.dumps(cycle(10) | {"step": None}), "the field step is missing"),
+        (json.dumps(cycle(10) | {"step": "10"}), "step is not an integer of at least 0"),
+        (json.dumps(cycle(10) | {"step": -1}), "step is not an integer of at least 0"),
+        (json.dumps(cycle(10) | {"step": True}), "step is not an integer of at least 0"),
+        (json.dumps(cycle(10) | {"losses": None}), "the field losses is missing"),
         (json.dumps(cycle(10) | {"losses": 3}), "losses is not a list"),
         (json.dumps(cycle(10) | {"losses": ["a"]}), "losses is not a number"),
-        (json.dumps(cycle(10) | {"knobs": [3]}), "knobs holds something that is not a table"),
+        (json.dumps(cycle(10) | {"knobs": [3]}), "knobs holds an entry that is not a JSON object"),
         (json.dumps(cycle(10) | {"knobs": [{"name": 3}]}), "name is not a text"),
-        (json.dumps(cycle(10) | {"converge": 3}), "converge is not a table"),
-        (json.dumps(cycle(10) | {"excluded": [{}]}), "no replica"),
+        (json.dumps(cycle(10) | {"converge": 3}), "converge is not a JSON object"),
+        (json.dumps(cycle(10) | {"excluded": [{}]}), "the field replica is missing"),
         (json.dumps(cycle(10) | {"knobs": cycle(1)["knobs"] * 2}), "two knobs"),
-        ('{"event": "resume"}', "no step"),
+        ('{"event": "resume"}', "the field step is missing"),
         ('{"event": "note", "step": 1, "measures": {"loss": "low"}}', "loss is not a number"),
     ],
 )
@@ -255,7 +255,7 @@ def test_empty_record_is_an_empty_history(tmp_path: Path) -> None:
 def test_impossible_number_of_replicas_is_damage(tmp_path: Path) -> None:
     line = json.dumps({"event": "run", "replicas": {"size": 2**50}})
     told = read(raw(tmp_path / "a", line, ""))
-    assert told.damaged[0].cause.startswith("size of the replicas is too large")
+    assert told.damaged[0].cause.startswith("the number of replicas is not plausible")
 
 
 def test_error_names_the_runs_below_the_folder(tmp_path: Path) -> None:

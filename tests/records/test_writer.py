@@ -92,7 +92,7 @@ def test_failing_disk_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
     recorder = Recorder([file])
     file.path.unlink()
     file.path.parent.rmdir()
-    with pytest.warns(UserWarning, match="the record .* ends here"):
+    with pytest.warns(UserWarning, match="writing the record .* failed"):
         recorder.write(ResumeEvent(step=1))
 
 

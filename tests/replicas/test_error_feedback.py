@@ -320,7 +320,7 @@ def test_invalid_compress_settings_are_refused() -> None:
     model = toy.toy()
     ensemble = hdet.StackedReplicas(model, 2)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="`compress` must be None for replicas that share a dev"):
+    with pytest.raises(ValueError, match="`compress` must be None for replicas on one device"):
         scheduled(model, optimizer, replicas=ensemble, compress="int8")
     alone = torch.optim.SGD(toy.toy().parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`compress` must be one of 'bf16', 'int8', got 'int4'"):

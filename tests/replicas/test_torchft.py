@@ -585,11 +585,11 @@ def test_options_that_need_fixed_replicas_are_refused(pool: Processes, lighthous
     names = ["`guard`", "`overlap`", "`compress`"]
     for text, name in zip(told[:3], names, strict=True):
         assert text.startswith(f"{name} must be ")
-        assert "for replicas that come and go" in text
+        assert "with TorchftReplicas" in text
     plain, managed_model, managed_optimizer, asynchronous = told[3:]
     assert plain.startswith("`gradients` must be 'local' for this model, got 'shared'")
     assert managed_model.startswith("`gradients` must be 'shared' for this model, got 'local'")
-    assert "the optimizer inside" in managed_optimizer
+    assert "the plain optimizer" in managed_optimizer
     assert "use_async_quorum=False" in asynchronous
 
 

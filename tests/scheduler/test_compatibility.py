@@ -52,7 +52,7 @@ def one_cycle(**changed: Any) -> hdet.OneCycleHDET:
         ),
         (
             {"total_steps": 10, "pct_start": 0.1},
-            "`total_steps` must leave every phase of the cycle a step, "
+            "`total_steps` is too small: each phase of the cycle needs a step, "
             "got 10 with `pct_start` 0.1.",
         ),
     ],

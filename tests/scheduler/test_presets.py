@@ -138,24 +138,24 @@ def test_best_preset_without_scout_and_guard_equals_the_base_schedule() -> None:
 
 
 def no_scout(words: str) -> Any:
-    return pytest.warns(UserWarning, match=f"no scout: .*{words}.* The learning rate is kept")
+    return pytest.warns(UserWarning, match=f"scout disabled: .*{words}.* learning rate is kept")
 
 
 def test_warning_says_why_a_run_has_no_scout() -> None:
     model, optimizer = small()
-    with no_scout("one replica .*StackedReplicas"):
+    with no_scout("several replicas, got one.*StackedReplicas"):
         alone = hdet.HDET(one_cycle(optimizer), model=model)
     assert not alone.is_scouting
     with no_scout("must fit in its `share`"):
         stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
-    with no_scout("rounds of 4 for 8 replicas, and training losses tell nothing"):
+    with no_scout("rounds of 4 steps with 8 replicas, and training losses need"):
         stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=600, cycle_momentum=False))
-    with no_scout("how long the run is: give `total_steps=`"):
+    with no_scout("length of the run is unknown.*total_steps="):
         stacked(base=lambda o: ConstantLR(o, 1.0))
     assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting
     with no_scout("ReduceLROnPlateau"):
         stacked(base=ReduceLROnPlateau, total_steps=STEPS)
-    with no_scout("at 0.003 of the given learning rate on average.*Noam"):
+    with no_scout("averages 0.003 of the given learning rate.*Noam"):
         stacked(base=lambda o: LambdaLR(o, lambda _: 0.003), total_steps=STEPS)
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):  # the user asks for a scout
         stacked(base=ReduceLROnPlateau, total_steps=STEPS, scout=hdet.Scout())
@@ -164,7 +164,7 @@ def test_warning_says_why_a_run_has_no_scout() -> None:
 def test_missing_replicas_argument_raises_and_missing_losses_warn() -> None:
     model, optimizer = small()
     several = hdet.StackedReplicas(model, 8).optimizer(optimizer)
-    with pytest.raises(ValueError, match="must be the StackedReplicas whose optimizer this is"):
+    with pytest.raises(ValueError, match="must be the StackedReplicas that made this optimizer"):
         hdet.HDET(one_cycle(several), model=model, scout=None)
     silent = stacked(scout=None, sync_every=2)
     silent.optimizer.step()
@@ -231,9 +231,9 @@ def outside_ddp(rank: int) -> list[str]:
 
 def test_no_scout_when_gradient_sharing_cannot_be_switched(processes: Processes) -> None:
     for told in processes(4, outside_ddp):
-        about = [text for text in told if text.startswith("no scout")]
+        about = [text for text in told if text.startswith("scout disabled")]
         assert "needs `model=`" in about[0]
-        assert "outside DDP" in about[1]
+        assert "wrapped in DDP" in about[1]
         assert len(about) == 2
 
 
@@ -290,7 +290,7 @@ def test_record_holds_the_settings_of_the_best_preset(tmp_path: Any) -> None:
 
 def test_knobs_without_total_steps_and_sync_every_warn() -> None:
     given = GivenOptions(knobs=[hdet.weight_decay()])
-    with pytest.warns(UserWarning, match="nobody knows how long the run is: cycles have 1000"):
+    with pytest.warns(UserWarning, match="length of the run is unknown: cycles have 1000"):
         choose_options("best", given, total_steps=None, num_replicas=4)
     choose_options("best", given._replace(sync_every=20), total_steps=None, num_replicas=4)
     choose_options("best", GivenOptions(), total_steps=None, num_replicas=4)  # no knob explores

@@ -321,7 +321,7 @@ def test_replicas_are_scored_at_the_mean_of_their_last_weights(
         assert torch.allclose(one, other)  # what was scored is not what trains on
 
 
-@pytest.mark.filterwarnings("ignore:a probe cannot tell the values of")
+@pytest.mark.filterwarnings("ignore:the probe cannot compare values of")
 def test_label_smoothing_is_zero_while_replicas_are_scored() -> None:
     criterion = nn.CrossEntropyLoss(label_smoothing=0.3)
     knob = hdet.label_smoothing(criterion)
@@ -439,8 +439,8 @@ def test_a_probe_that_is_no_function_is_refused(probe: Any, words: str) -> None:
     ("arguments", "words"),
     [
         ({"score": None}, "`score` must be a function"),
-        ({"batches": iter([1])}, "can be gone through again and again"),
-        ({"batches": 3}, "can be gone through again and again"),
+        ({"batches": iter([1])}, "can be iterated more than once"),
+        ({"batches": 3}, "can be iterated more than once"),
         ({"num": 0}, "`num` must be at least 1"),
         ({"mode": "best"}, "`mode` must be one of 'min', 'max'"),
         ({"tail": 1.5}, "`tail` must be in"),
@@ -455,7 +455,7 @@ def test_invalid_probe_arguments_are_refused(arguments: dict[str, Any], words: s
     ("probe", "words"),
     [
         (hdet.Probe(lambda model, batch: 1.0, []), "must hold at least one batch"),
-        (lazy, "must call the model it is given"),
+        (lazy, "must call the model that it is given"),
         (lambda model: model(HELD[0])[:0].sum(1), "must return at least one number"),
         (lambda model: [model(HELD[0])], "must return a tensor or a number"),
     ],

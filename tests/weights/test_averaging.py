@@ -298,7 +298,7 @@ def test_parameters_that_overlap_in_memory_are_refused() -> None:
     memory = torch.zeros(10)
     model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory[:4])})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="must not share a part of its memory"):
+    with pytest.raises(ValueError, match="must not overlap another parameter in memory"):
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
 
 

@@ -258,7 +258,7 @@ def test_outer_that_makes_no_optimizer_is_refused() -> None:
 def test_outer_with_one_replica_warns() -> None:
     model = toy.toy()
     base = LambdaLR(inner(model), lambda _: 1.0)
-    with pytest.warns(UserWarning, match="`outer` needs several replicas"):
+    with pytest.warns(UserWarning, match="`outer` has no effect"):
         hdet.HDET(base, model=model, preset="paper", outer=OUTER)
 
 

@@ -62,7 +62,7 @@ def check_health(
 def _no_replica_left(excluded: dict[int, str], step: int) -> str:
     causes = "; ".join(f"replica {replica}: {reason}" for replica, reason in excluded.items())
     return (
-        f"no replica is left at step {step} ({causes}). Resume from the last checkpoint with a "
-        "lower learning rate. With shared gradients one non-finite gradient reaches all replicas "
-        "at once; gradient clipping or torch.amp.GradScaler stops it."
+        f"no replica has finite weights and a finite loss at step {step} ({causes}). Resume from "
+        "the last checkpoint with a lower learning rate. With shared gradients, one non-finite "
+        "gradient reaches all replicas: torch.amp.GradScaler skips such steps."
     )

@@ -104,8 +104,8 @@ class BoundKnob:
         for value, wanted in zip(seen, written, strict=True):
             if not math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=1e-12):
                 raise ValueError(
-                    f"knob {self.name!r} must take effect: `set` was given {wanted:g}, and `get` "
-                    f"reads {value:g}."
+                    f"knob {self.name!r} has no effect: `set` was given {wanted:g}, and `get` "
+                    f"reads {value:g}. Let `set` write what `get` reads."
                 )
 
 
@@ -243,8 +243,8 @@ class BoundKnobs:
         for knob in self._knobs:
             if knob.name in unread:
                 raise ValueError(
-                    f"knob {knob.name!r} must take effect, but nothing has read it until step "
-                    f"{step}: does the training loop use the module that it was made for?"
+                    f"knob {knob.name!r} has no effect: nothing has read it until step {step}. Use "
+                    "the module that the knob was made for in the training loop."
                 )
 
 
@@ -255,7 +255,7 @@ def _check_distinct(knobs: Sequence[BoundKnob]) -> None:
     for knob in knobs:
         if knob.name in names or knob.writes & written:
             raise ValueError(
-                f"`knobs` must each write something else, got a second one for {knob.name!r}."
+                f"`knobs` must each write another setting, got a second one for {knob.name!r}."
             )
         names.add(knob.name)
         written |= knob.writes

@@ -61,8 +61,8 @@ def check_not_copied(module: nn.Module, what: str) -> None:
     """Raise a ValueError if a dial for knob `what` would come too late."""
     if module in _copied_modules:
         raise ValueError(
-            f"`{what}` must be put into a model before hdet.StackedReplicas copies it, got one "
-            "that was stacked: the other replicas would not have it."
+            f"`{what}` must be created before hdet.StackedReplicas copies the model, got a model "
+            "that is already stacked."
         )
 
 
@@ -110,8 +110,8 @@ class Dial:
         if _current.replica is None:
             if len(self.values) > 1 and torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    "a knob was read in the backward pass, by activation checkpointing: there "
-                    "stacked replicas cannot tell whose value to read. Leave checkpointing out."
+                    "a knob was read in the backward pass by activation checkpointing, where "
+                    "stacked replicas cannot be told apart. Turn activation checkpointing off."
                 )
             return self.centre
         return self.values.index_select(0, _current.replica.reshape(1)).reshape(())

@@ -1,10 +1,10 @@
 """Knobs of a model and its loss: dropout, label smoothing, attention temperature."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from hdet._messages import warn
 from hdet.knobs.binding import Schedule
 from hdet.knobs.dial_knob import DialKnob
 from hdet.knobs.layers import (
@@ -67,8 +67,7 @@ def dropout(
     }
     if not layers:
         raise ValueError("`model` must have nn.Dropout layers for knob 'dropout', got none.")
-    for text in _unexplored_dropout(model, layers):
-        warnings.warn(text, stacklevel=2)
+    _warn_of_fixed_dropout(model, layers)
     parts = _layers_by_name("dropout", layers, groups, shared)
     return DialKnob(
         name="dropout",
@@ -81,17 +80,16 @@ def dropout(
     )
 
 
-def _unexplored_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Warnings about dropout that stays as it is."""
-    texts = []
+def _warn_of_fixed_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Warn of dropout that the knob does not change."""
     fixed = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.MultiheadAttention) and module.dropout
     ]
     if fixed:
-        texts.append(
-            f"the dropout inside nn.MultiheadAttention stays as it is ({fixed[0]!r}): torch takes "
+        warn(
+            f"the dropout inside nn.MultiheadAttention ({fixed[0]!r}) is not steered: torch takes "
             "it as a number."
         )
     others = [
@@ -100,11 +98,10 @@ def _unexplored_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> li
         if isinstance(module, tuple(DROPOUTS)) and name not in layers
     ]
     if others:
-        texts.append(
-            f"dropout stays as it is in {others[0]}: what a class of your own does with it is not "
-            "known."
+        warn(
+            f"the dropout in {others[0]} is not steered: hdet does not know what a subclass of "
+            "nn.Dropout does."
         )
-    return texts
 
 
 def label_smoothing(
@@ -238,7 +235,7 @@ def _layers_by_name(
     for group, below in found.items():
         if not below:
             raise ValueError(
-                f"`groups` of knob {knob!r} must have layers, got {group!r} with none."
+                f"`groups` of knob {knob!r} must contain dropout layers, got {group!r} with none."
             )
     return _join_if_shared(knob, found, shared)
 

@@ -176,8 +176,8 @@ def check_groups(optimizer: Optimizer, num: int) -> None:
     """Raise a ValueError if groups were added since the schedule was made."""
     if len(optimizer.param_groups) != num:
         raise ValueError(
-            f"`optimizer` must keep its {num} parameter groups, "
-            f"got {len(optimizer.param_groups)}: add groups before hdet."
+            f"`optimizer` must keep its {num} parameter groups, got {len(optimizer.param_groups)}. "
+            "Add parameter groups before you create the scheduler."
         )
 
 

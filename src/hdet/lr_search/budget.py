@@ -89,12 +89,16 @@ def _limit(scout: Scout, grid: SweepGrid, round_steps: int, total_steps: int | N
     limit = scout.share * total_steps
     if scout.steps is not None:
         if sweep >= total_steps:
-            raise ValueError(f"`scout` must be shorter than the run, got {sweep} steps.")
+            raise ValueError(
+                f"`scout` must be shorter than the run ({total_steps} steps), got a sweep of "
+                f"{sweep} steps. Lower Scout(steps=...)."
+            )
         # The user has asked for rounds of this length, so they may exceed the share.
         limit = max(limit, min(NUM_SWEEPS_ASKED_FOR * sweep, total_steps - 1))
     if sweep > limit:
         raise ValueError(
-            f"`scout` must fit in its `share` ({scout.share:g}) of the run: trying "
-            f"{grid.num} learning rates takes {sweep} steps, got {total_steps} in all."
+            f"`scout` must fit in its `share` ({scout.share:g}) of the run ({total_steps} steps): "
+            f"trying {grid.num} learning rates takes {sweep} steps. Raise Scout(share=...) or use "
+            "more replicas."
         )
     return limit

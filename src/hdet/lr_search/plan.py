@@ -262,8 +262,9 @@ class Search:
             return
         low, high = self.points[0].factor, self.points[-1].factor
         raise AllRatesDiverged(
-            f"every learning rate from {low:.3g} to {high:.3g} times the given one blows up: "
-            "give a lower one, or look at the data and the initial weights."
+            f"training diverges at every learning rate that the scout tried, from {low:.3g} to "
+            f"{high:.3g} times the given one. Give a lower learning rate, or check the data and "
+            "the initial weights."
         )
 
     def _should_extend_up(self, result: SweepResult) -> bool:

@@ -151,7 +151,7 @@ def parse(kind: type[T], table: Mapping[str, Any]) -> T:
         if value is not None:
             values[name] = read(value, name)
         elif is_needed:
-            raise ValueError(f"no {name}")
+            raise ValueError(f"the field {name} is missing")
     return kind(**values)
 
 
@@ -215,7 +215,7 @@ def _finite(value: Any, name: str) -> float:
 def _count(value: Any, name: str) -> int:
     # Beyond this a page could not place it: a double holds no larger whole number exactly.
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise ValueError(f"{name} is not a whole number from 0 on: {reprlib.repr(value)}")
+        raise ValueError(f"{name} is not an integer of at least 0: {reprlib.repr(value)}")
     return value
 
 
@@ -244,7 +244,7 @@ _SIMPLE: dict[Any, Read] = {
 
 def _checked_table(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is not a table: {reprlib.repr(value)}")
+        raise ValueError(f"{name} is not a JSON object: {reprlib.repr(value)}")
     return value
 
 
@@ -269,5 +269,5 @@ def _list(read: Read, value: Any, name: str) -> tuple[Any, ...]:
 def _tables(kind: type[Any], value: Any, name: str) -> tuple[Any, ...]:
     tables = _checked_list(value, name)
     if not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{name} holds something that is not a table: {reprlib.repr(tables)}")
+        raise ValueError(f"{name} holds an entry that is not a JSON object: {reprlib.repr(tables)}")
     return tuple(parse(kind, table) for table in tables)

@@ -48,7 +48,7 @@ def read(run: str | Path) -> History:
         below = sorted(found.parent for found in path.parent.glob(f"*/{FILE_NAME}"))
         hint = f"; there are runs in {', '.join(map(str, below))}" if below else ""
         raise FileNotFoundError(
-            f"no record at {path}: a run folder with {FILE_NAME} in it is needed, or the file{hint}"
+            f"no record at {path}. Pass a run folder with {FILE_NAME} in it, or that file{hint}"
         ) from None
     reading = _Reading()
     for number, line in enumerate(lines, start=1):
@@ -165,7 +165,7 @@ def _event(table: Mapping[str, Any]) -> Event | None:
     """The event of a line; none if it is of a kind that this version does not know."""
     name = table.get("event")
     if name is None:
-        raise ValueError("no event")
+        raise ValueError("the field event is missing")
     kind = EVENTS.get(name) if isinstance(name, str) else None
     if kind is None:
         return None
@@ -180,7 +180,7 @@ def _event(table: Mapping[str, Any]) -> Event | None:
 def _check_start(event: RunEvent) -> None:
     size = event.replicas.size
     if size is not None and size > MAX_REPLICAS:
-        raise ValueError(f"size of the replicas is too large to be true: {size}")
+        raise ValueError(f"the number of replicas is not plausible: {size}")
 
 
 def _check_cycle(event: CycleEvent) -> None:
@@ -193,8 +193,8 @@ def _check_cycle(event: CycleEvent) -> None:
 def _check_trace(trace: LRTracePoints, num_rates: int) -> None:
     momenta = trace.momenta or ()
     if len(trace.lrs) != num_rates or len(momenta) not in (0, num_rates):
-        raise ValueError("lr_trace has not one row for each learning rate")
+        raise ValueError("the learning-rate trace does not have one row for each learning rate")
     if any(len(row) != len(trace.steps) for row in (*trace.lrs, *momenta)):
-        raise ValueError("lr_trace has not one value for each step")
+        raise ValueError("the learning-rate trace does not have one value for each step")
     if list(trace.steps) != sorted(set(trace.steps)):
-        raise ValueError("steps of lr_trace are not in order")
+        raise ValueError("the steps of the learning-rate trace are not in order")

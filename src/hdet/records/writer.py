@@ -2,7 +2,6 @@
 
 import platform
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hdet._messages import warn
 from hdet._version import __version__
 from hdet.records.codec import as_line
 from hdet.records.events import Event, Timing
@@ -80,7 +80,10 @@ class Recorder:
             except Exception as error:  # whatever a sink raises: training must not end with it
                 self._sinks.remove(sink)
                 _close_all([sink])
-                warnings.warn(f"the record {_name(sink)} ends here: {error}", stacklevel=2)
+                warn(
+                    f"writing the record {_name(sink)} failed, and its later lines are lost: "
+                    f"{error}"
+                )
 
 
 def open_recorder(record: Record | None, *, is_first: bool) -> Recorder | None:
@@ -119,7 +122,9 @@ def _close_all(sinks: Iterable[Sink]) -> None:
         try:
             sink.close()
         except Exception as error:
-            warnings.warn(f"the record {_name(sink)} was not closed: {error}", stacklevel=2)
+            warn(
+                f"closing the record {_name(sink)} failed, and its last lines may be lost: {error}"
+            )
 
 
 def _name(sink: Sink) -> str:

@@ -21,8 +21,8 @@ def same_replica(mesh: DeviceMesh) -> list[int]:
     ranks = root.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(
-            f"the processes of a mesh must be in rising order, got {root.mesh.tolist()}: torch "
-            "orders those of a group, and a replica would not know its place."
+            f"the ranks of a device mesh must be in rising order, got {root.mesh.tolist()}. Create "
+            "the mesh with init_device_mesh."
         )
     index_of = {rank: index for index, rank in enumerate(ranks)}
     column = dist.get_process_group_ranks(mesh.get_group())
@@ -60,8 +60,8 @@ def shape_with(column: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
     evenly = list(range(column[0], column[0] + num * step, step))
     if list(column) != evenly or total % (num * step):
         raise ValueError(
-            f"the replicas must be a dimension of a mesh, got processes at {list(column)} of "
-            f"{total}: make the mesh by init_device_mesh with that dimension."
+            f"the replicas must be a dimension of a device mesh, got processes at {list(column)} "
+            f"of {total}. Create the mesh with init_device_mesh and that dimension."
         )
     return total // (num * step), num, step
 
@@ -151,9 +151,9 @@ def reaches(ranks: Sequence[int], replicas: Collection[int], on: bool) -> bool:
         return False
     if not on and set(ranks) != set(replicas):
         raise ValueError(
-            "local gradients must be averaged over the replicas alone, or inside of each, got "
-            f"processes {sorted(ranks)} that do both; the replicas lie on {sorted(replicas)}. Wrap "
-            "the model with the same dimension of the mesh as ProcessReplicas."
+            f"gradients cannot be local: processes {sorted(ranks)} average them both over replicas "
+            f"and inside a replica; the replicas lie on {sorted(replicas)}. Wrap the model with "
+            "the same mesh dimension as ProcessReplicas."
         )
     return True
 

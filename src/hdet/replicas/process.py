@@ -1,6 +1,5 @@
 """ProcessReplicas: one replica for each process, or for several that hold its shards."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from hdet._messages import warn
 from hdet._validation import check_integer, check_names
 from hdet.replicas.collectives import CollectiveReplicas
 from hdet.replicas.device_mesh import (
@@ -113,8 +113,8 @@ class ProcessReplicas(CollectiveReplicas):
             matches = [name for name in named if fnmatchcase(_unwrapped(name), pattern)]
             if not matches and pattern not in self._matched_patterns:
                 raise ValueError(
-                    "`keep_out` must name parameters of the model (`model=`), got "
-                    f"{pattern!r}, which fits none of {sorted(named)}."
+                    f"`keep_out` must match parameters of `model`, got the pattern {pattern!r}, "
+                    f"which matches none of {sorted(named)}."
                 )
             self._matched_patterns.add(pattern)  # DDP hides parameters after a forward
             found.update(matches)
@@ -135,19 +135,18 @@ class ProcessReplicas(CollectiveReplicas):
             if self._by_mesh:
                 return True
             raise ValueError(
-                f"`{name}` is sharded over the processes that are to be replicas: there is one of "
-                "it. Pass `replicas=ProcessReplicas(mesh['replicate'])` of the mesh that the model "
-                "is sharded on; or name it in `keep_out`, if every replica has the rest of the "
-                "model for itself."
+                f"`{name}` is sharded over the replicas, so there is only one of it. Pass "
+                "`replicas=ProcessReplicas(mesh['replicate'])` of the mesh that the model is "
+                "sharded on, or name it in `keep_out`."
             )
         for ranks in sharded:
             if not ranks <= self._replica_ranks:
                 raise ValueError(
-                    f"`{name}` must be sharded inside of a replica, or over all of them, got "
-                    f"processes {sorted(ranks)}, where this replica consists of "
-                    f"{sorted(self._replica_ranks)} and the replicas lie on "
-                    f"{sorted(self._ranks)}. Pass `replicas=ProcessReplicas(mesh['replicate'])` of "
-                    "the mesh that the model is sharded on."
+                    f"`{name}` must be sharded inside one replica or over all replicas, got "
+                    f"processes {sorted(ranks)}; this replica has {sorted(self._replica_ranks)}, "
+                    f"and the replicas lie on {sorted(self._ranks)}. Pass "
+                    "`replicas=ProcessReplicas(mesh['replicate'])` of the mesh that the model is "
+                    "sharded on."
                 )
         return False
 
@@ -215,12 +214,12 @@ class ProcessReplicas(CollectiveReplicas):
         for module in wrapped:
             self._switch_ddp(module, shared)
         is_fsdp2 = self._switch.turn(model, shared)
-        if shared and self.size > 1 and not wrapped and not is_fsdp2:
-            warnings.warn(
-                "gradients='shared' but `model` is neither wrapped in DistributedDataParallel nor "
-                "fully_shard-ed on a mesh with the dimension of the replicas: every replica steps "
-                "with its own gradients, unless your loop averages them.",
-                stacklevel=5,
+        is_first = self.part == 0 and 0 in self.local
+        if shared and self.size > 1 and is_first and not wrapped and not is_fsdp2:
+            warn(
+                "gradients='shared', but `model` is neither wrapped in DistributedDataParallel "
+                "nor sharded by fully_shard on a mesh with the replica dimension: each replica "
+                "steps with its own gradients, unless your loop averages them."
             )
 
     def _switch_ddp(self, module: DistributedDataParallel, shared: bool) -> None:

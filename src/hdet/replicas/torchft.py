@@ -83,12 +83,12 @@ class TorchftReplicas(CollectiveReplicas):
             )
         if getattr(manager, "_use_async_quorum", False):
             raise ValueError(
-                "`manager` must be made with use_async_quorum=False, got True: whoever heals would "
-                "not have the weights of the others when they meet."
+                "`manager` must be made with use_async_quorum=False, got True. A replica that "
+                "recovers must have the weights of the others before the average."
             )
         if getattr(manager, "_group_world_size", 1) > 1:
             raise ValueError(
-                "`manager` must be that of a replica group of one process, got "
+                "`manager` must belong to a replica group of one process, got "
                 f"{manager._group_world_size} processes."
             )
         check_integer("bucket_bytes", bucket_bytes, at_least=1024)
@@ -143,14 +143,17 @@ class TorchftReplicas(CollectiveReplicas):
         try:
             self._manager.register_state_dict_fn("hdet", heal, state)
         except AssertionError as error:
-            raise ValueError("`manager` must have one scheduler of hdet, got a second.") from error
+            raise ValueError("`manager` must have one hdet scheduler, got a second one.") from error
 
     def start_quorum(self, *, anew: bool = False) -> None:
         if anew or not self.shared:  # with shared gradients the quorum of the last step counts
             self._manager.start_quorum()
         place = self._manager.participating_rank()
         if place is None:
-            raise RuntimeError("this replica is a spare of torchft: hdet needs all to take part.")
+            raise RuntimeError(
+                "this replica is a torchft spare, and hdet needs all replicas to take part. Use a "
+                "manager without spares."
+            )
         self.size, self.local = self._manager.num_participants(), range(place, place + 1)
 
     def check_members(self) -> Members:

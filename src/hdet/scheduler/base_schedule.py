@@ -50,8 +50,8 @@ class BaseSchedule:
             )
         if isinstance(schedule, ReduceLROnPlateau) and schedule.mode == "max":
             raise ValueError(
-                "`base` must be a ReduceLROnPlateau with mode='min', got 'max': it follows the "
-                "mean training loss of every cycle."
+                "`base` must be a ReduceLROnPlateau with mode='min', got 'max'. hdet passes it "
+                "the mean training loss of each cycle."
             )
         self.wants_metric = isinstance(schedule, ReduceLROnPlateau)
         """Whether the schedule steps once a cycle, with the mean loss over all replicas. Losses of

@@ -4,7 +4,6 @@
 `docs/reference/compatibility.md`.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Adagrad
 
+from hdet._messages import Warn, warn
 from hdet.control.controller import complete_controller
 from hdet.control.knob_bank import KnobBank
 from hdet.knobs.dial_knob import DialKnob
@@ -38,7 +38,10 @@ def _needs_lr_knob(name: str) -> Rule:
         limit=f"`{name}` needs the learning rate among the knobs.",
         remedy=f"Add `hdet.lr()` to `knobs`, or pass `{name}=None`.",
         applies=lambda setup: getattr(setup.settings, name) is not None and not setup.has_lr_knob,
-        message=lambda _: f"`{name}` needs hdet.lr() among the knobs, got none.",
+        message=lambda _: (
+            f"`{name}` needs hdet.lr() among the knobs, got none. Add hdet.lr(), or pass "
+            f"{name}=None."
+        ),
     )
 
 
@@ -50,8 +53,8 @@ def _fixed_when_elastic(name: str, usual: Any) -> Rule:
         remedy=f"Pass `{name}={usual!r}`.",
         applies=lambda setup: setup.is_elastic and getattr(setup.settings, name) != usual,
         message=lambda setup: (
-            f"`{name}` must be {usual!r} for replicas that come and go, "
-            f"got {getattr(setup.settings, name)!r}."
+            f"`{name}` must be {usual!r} with TorchftReplicas, got "
+            f"{getattr(setup.settings, name)!r}."
         ),
     )
 
@@ -78,7 +81,7 @@ MODEL_RULES = (
         limit="An optimizer of `StackedReplicas` works with that engine only.",
         remedy="Pass the engine as `replicas=`.",
         applies=lambda setup: setup.is_optimizer_without_engine,
-        message=lambda _: "`replicas=` must be the StackedReplicas whose optimizer this is.",
+        message=lambda _: "`replicas=` must be the StackedReplicas that made this optimizer.",
     ),
     Rule(
         name="local-gradients-need-model",
@@ -115,8 +118,8 @@ ELASTIC_RULES = (
         remedy="Make the schedule for the optimizer inside, and step torchft's in your loop.",
         applies=lambda setup: setup.is_elastic and setup.has_torchft_optimizer,
         message=lambda setup: (
-            "`base` must be a schedule of the optimizer inside, got one of torchft's "
-            f"{type(setup.base.optimizer).__name__}: step that one in your loop."
+            "`base` must be a schedule of the plain optimizer, got one of torchft's "
+            f"{type(setup.base.optimizer).__name__}. Step the torchft optimizer in your loop."
         ),
     ),
     Rule(
@@ -127,9 +130,9 @@ ELASTIC_RULES = (
             setup.is_elastic and setup.settings.gradients != setup.torchft_gradients
         ),
         message=lambda setup: (
-            f"`gradients` must be {setup.torchft_gradients!r} for this model, "
-            f"got {setup.settings.gradients!r}: over a torchft manager they are shared by "
-            "torchft.DistributedDataParallel, and else local."
+            f"`gradients` must be {setup.torchft_gradients!r} for this model, got "
+            f"{setup.settings.gradients!r}. Over a torchft manager they are shared by "
+            "torchft.DistributedDataParallel, and otherwise local."
         ),
     ),
     _fixed_when_elastic("scout", None),
@@ -151,9 +154,8 @@ AVERAGING_RULES = (
             and bool(_training_dials(setup))
         ),
         message=lambda setup: (
-            f"a probe cannot tell the values of {', '.join(_training_dials(setup))} apart where "
-            "gradients are shared: all replicas have the same weights, whatever their own. Use "
-            "`gradients='local'`."
+            f"the probe cannot compare values of {', '.join(_training_dials(setup))}: with shared "
+            "gradients all replicas have the same weights. Pass gradients='local'."
         ),
         is_warning=True,
     ),
@@ -175,8 +177,8 @@ AVERAGING_RULES = (
             bool(setup.settings.overlap) and setup.settings.optimizer_state != "keep"
         ),
         message=lambda setup: (
-            "`overlap` needs optimizer_state='keep': states that train on cannot be averaged, got "
-            f"{setup.settings.optimizer_state!r}."
+            f"`overlap` needs optimizer_state='keep', got {setup.settings.optimizer_state!r}. The "
+            "optimizer state changes while the average is under way."
         ),
     ),
     Rule(
@@ -185,7 +187,7 @@ AVERAGING_RULES = (
         remedy="Pass `compress=None`.",
         applies=lambda setup: setup.settings.compress is not None and not setup.can_compress,
         message=lambda setup: (
-            "`compress` must be None for replicas that share a device: nothing is sent, got "
+            "`compress` must be None for replicas on one device, which send nothing, got "
             f"{setup.settings.compress!r}."
         ),
     ),
@@ -194,9 +196,7 @@ AVERAGING_RULES = (
         limit="`outer` has no effect with one replica.",
         remedy="Use several replicas, or leave `outer` out.",
         applies=lambda setup: setup.settings.outer is not None and setup.num_replicas == 1,
-        message=lambda _: (
-            "`outer` needs several replicas: nothing converges here, and it makes no step."
-        ),
+        message=lambda _: "`outer` has no effect: it needs several replicas, got one.",
         is_warning=True,
     ),
 )
@@ -219,8 +219,8 @@ LENGTH_RULES = (
         applies=_never_syncs_before_the_end,
         message=lambda setup: (
             f"`sync_every` ({setup.settings.sync_every}) is longer than the run "
-            f"({setup.settings.total_steps} steps): replicas converge once, at its end, and the "
-            "scale is never moved."
+            f"({setup.settings.total_steps} steps): replicas are averaged only at its end, and no "
+            "knob moves. Pass a smaller sync_every."
         ),
         is_warning=True,
     ),
@@ -239,9 +239,20 @@ RULES = (
 
 
 def check_compatible(
-    settings: Settings, base: BaseSchedule, replicas: Replicas, model: nn.Module | None
+    settings: Settings,
+    base: BaseSchedule,
+    replicas: Replicas,
+    model: nn.Module | None,
+    warn: Warn = warn,
 ) -> None:
     """Refuse settings that do not work with each other, the schedule, the engine or the model.
+
+    Args:
+        settings: The settings of the run.
+        base: The schedule that the run wraps.
+        replicas: The engine.
+        model: The model, if it is given.
+        warn: Raises a warning. A process that must be quiet passes one that does nothing.
 
     Raises:
         ValueError: If a rule is broken that is not a warning.
@@ -255,7 +266,7 @@ def check_compatible(
             continue
         if not rule.is_warning:
             raise ValueError(rule.message(setup))
-        warnings.warn(rule.message(setup), stacklevel=5)
+        warn(rule.message(setup))
 
 
 def why_no_scout(
@@ -268,9 +279,24 @@ def why_no_scout(
 
 
 def drop_impossible_scout(
-    settings: Settings, base: BaseSchedule, replicas: Replicas, model: nn.Module | None
+    settings: Settings,
+    base: BaseSchedule,
+    replicas: Replicas,
+    model: nn.Module | None,
+    warn: Warn = warn,
 ) -> Settings:
-    """Leave out the default scout where it cannot run, and warn about it."""
+    """Leave out the default scout where it cannot run, and warn about it.
+
+    Args:
+        settings: The settings of the run, with a scout that the user did not ask for.
+        base: The schedule that the run wraps.
+        replicas: The engine.
+        model: The model, if it is given.
+        warn: Raises a warning. A process that must be quiet passes one that does nothing.
+
+    Returns:
+        The settings, without the scout if it cannot run.
+    """
     if settings.scout is None:
         return settings
     if base.step > 0:  # a scout starts at the first step or never
@@ -279,15 +305,25 @@ def drop_impossible_scout(
     broken = first_broken(DEFAULT_SCOUT_RULES, setup)
     if broken is None:
         return settings
-    text = f"no scout: {broken.message(setup)}. The learning rate is kept as given."
-    warnings.warn(text, stacklevel=5)
+    warn(f"scout disabled: {broken.message(setup)}. The given learning rate is kept.")
     return replace(settings, scout=None)
 
 
 def check_knobs(
-    settings: Settings, knob_bank: KnobBank, groups: Sequence[str], num_replicas: int
+    settings: Settings,
+    knob_bank: KnobBank,
+    groups: Sequence[str],
+    num_replicas: int,
+    warn: Warn = warn,
 ) -> None:
     """Refuse a knob with the name of a parameter group, and warn about too many knobs.
+
+    Args:
+        settings: The settings of the run.
+        knob_bank: The knobs of the run.
+        groups: The names of the parameter groups.
+        num_replicas: Replicas of the run.
+        warn: Raises a warning. A process that must be quiet passes one that does nothing.
 
     Raises:
         ValueError: If a knob has the name of a parameter group.
@@ -305,9 +341,7 @@ def check_knobs(
     alone = controller is None or complete_controller(controller).default_design == "permutation"
     if num <= most or most == 0 or (alone and settings.design == "permutation"):
         return
-    remedy = f"they take turns, {most} in every cycle."
+    remedy = f"the knobs take turns, {most} in every cycle."
     if settings.design == "permutation":
-        remedy = "none will move. Leave `design` to hdet, or use more replicas."
-    warnings.warn(
-        f"{num_replicas} replicas can tell {most} knob(s) apart, got {num}: {remedy}", stacklevel=5
-    )
+        remedy = "no knob will move. Leave `design` unset, or use more replicas."
+    warn(f"{num_replicas} replicas can compare {most} knob(s) at a time, got {num}: {remedy}")

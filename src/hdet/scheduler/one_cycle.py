@@ -182,8 +182,8 @@ def _one_cycle(*arguments: Any) -> OneCycleLR:
         total_steps, epochs, steps_per_epoch, pct_start = arguments[2:6]
         total_steps = total_steps or epochs * steps_per_epoch
         raise ValueError(
-            f"`total_steps` must leave every phase of the cycle a step, got {total_steps} with "
-            f"`pct_start` {pct_start}."
+            f"`total_steps` is too small: each phase of the cycle needs a step, got {total_steps} "
+            f"with `pct_start` {pct_start}."
         ) from error
 
 

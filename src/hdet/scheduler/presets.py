@@ -1,10 +1,10 @@
 """Presets: the values of options that the user leaves open."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from hdet._messages import Warn, warn
 from hdet._validation import check_choice, check_integer
 from hdet.control.controller import Controller
 from hdet.control.paper import PaperController
@@ -44,7 +44,12 @@ class ChosenOptions(NamedTuple):
 
 
 def choose_options(
-    preset: str, given: GivenOptions, *, total_steps: int | None, num_replicas: int
+    preset: str,
+    given: GivenOptions,
+    *,
+    total_steps: int | None,
+    num_replicas: int,
+    warn: Warn = warn,
 ) -> ChosenOptions:
     """Fill in the options that the user leaves open.
 
@@ -53,6 +58,7 @@ def choose_options(
         given: The options as the user gives them.
         total_steps: Steps of the run, None if unknown.
         num_replicas: Replicas of the run.
+        warn: Raises a warning. A process that must be quiet passes one that does nothing.
 
     Returns:
         The options that the run uses.
@@ -70,10 +76,9 @@ def choose_options(
     usual = _paper() if preset == "paper" else _best(given, total_steps)
     is_length_open = total_steps is None and given.sync_every is None
     if preset == "best" and is_length_open and usual.spread and num_replicas > 1:
-        warnings.warn(
-            f"nobody knows how long the run is: cycles have {SYNC_EVERY} steps, and nothing "
-            "moves before the first ends; give `total_steps=` or `sync_every=`.",
-            stacklevel=5,
+        warn(
+            f"the length of the run is unknown: cycles have {SYNC_EVERY} steps, and no knob moves "
+            "before the first one ends. Pass total_steps= or sync_every= to HDET."
         )
     if num_replicas == 1:
         usual = usual._replace(guard=None)  # one replica follows the base schedule exactly

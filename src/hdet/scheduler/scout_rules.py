@@ -43,8 +43,9 @@ def _round_is_too_short(setup: Setup) -> bool:
 def _short_round(setup: Setup) -> str:
     share, total, num = _scout_steps(setup)
     return (
-        f"{share:.0%} of {total} steps are rounds of {num} for {setup.num_replicas} replicas, "
-        f"and training losses tell nothing in fewer than {MIN_LOSS_ROUND_STEPS}: give a `probe=`"
+        f"the run is too short: {share:.0%} of {total} steps allow rounds of {num} steps with "
+        f"{setup.num_replicas} replicas, and training losses need {MIN_LOSS_ROUND_STEPS}. Pass "
+        "probe= to HDET"
     )
 
 
@@ -62,7 +63,7 @@ SCOUT_RULES = (
         remedy="Use plain `BatchNorm`, or pass `scout=None`.",
         applies=lambda setup: setup.has_sync_batch_norm,
         message=lambda _: (
-            "a scout cannot be used with SyncBatchNorm, which mixes what replicas compute"
+            "`scout` does not support SyncBatchNorm, which mixes the batches of the replicas"
         ),
     ),
     Rule(
@@ -70,7 +71,9 @@ SCOUT_RULES = (
         limit="A scout does not work with `ReduceLROnPlateau`.",
         remedy="Use another base schedule, or pass `scout=None`.",
         applies=lambda setup: setup.base.wants_metric,
-        message=lambda _: "a scout cannot be used under ReduceLROnPlateau",
+        message=lambda _: (
+            "`scout` does not support ReduceLROnPlateau, whose course is unknown in advance"
+        ),
     ),
     Rule(
         name="scout-static-graph",
@@ -89,8 +92,8 @@ SCOUT_RULES = (
             and not (setup.is_under_ddp or setup.is_under_fsdp)
         ),
         message=lambda _: (
-            "`scout` must know what shares the gradients, got a model outside DDP and FSDP2: give "
-            "the wrapped one, or `gradients='local'`"
+            "`scout` needs a model wrapped in DDP or FSDP2, got a plain module. Pass the wrapped "
+            "model, or gradients='local'"
         ),
     ),
 )
@@ -102,7 +105,7 @@ DEFAULT_SCOUT_RULES = (
         limit="A run with `TorchftReplicas` starts without a scout.",
         remedy="Pass a learning rate that an earlier run found.",
         applies=lambda setup: setup.is_elastic,
-        message=lambda _: "replicas that come and go cannot wait for each other's rounds",
+        message=lambda _: "TorchftReplicas does not support a scout",
     ),
     Rule(
         name="default-scout-one-replica",
@@ -110,7 +113,7 @@ DEFAULT_SCOUT_RULES = (
         remedy="Use `hdet.StackedReplicas` to train several replicas on one device.",
         applies=lambda setup: setup.num_replicas == 1,
         message=lambda _: (
-            "there is one replica (on one device, hdet.StackedReplicas makes several of it)"
+            "it needs several replicas, got one. Use hdet.StackedReplicas on one device"
         ),
     ),
     *SCOUT_RULES,
@@ -123,7 +126,7 @@ DEFAULT_SCOUT_RULES = (
             and setup.spans_processes
             and not setup.is_under_ddp
         ),
-        message=lambda _: "under FSDP2 it waits to be asked for: `scout=hdet.Scout()`",
+        message=lambda _: "it is off by default under FSDP2. Pass scout=hdet.Scout() to turn it on",
     ),
     Rule(
         name="default-scout-low-schedule",
@@ -131,9 +134,9 @@ DEFAULT_SCOUT_RULES = (
         remedy="Let a `LambdaLR` return factors, and divide Noam's schedule by its peak.",
         applies=lambda setup: _is_low(_mean_share(setup)),
         message=lambda setup: (
-            f"the schedule is at {_mean_share(setup):.2g} of the given learning rate on average, "
-            "which is not the one it is about: a LambdaLR must return factors, and Noam's be "
-            "divided by its peak"
+            f"the schedule averages {_mean_share(setup):.2g} of the given learning rate, so the "
+            "given one is not its peak. Return factors near 1 from LambdaLR, and divide a Noam "
+            "schedule by its peak"
         ),
     ),
     Rule(
@@ -141,7 +144,7 @@ DEFAULT_SCOUT_RULES = (
         limit="A run of unknown length starts without a scout.",
         remedy="Pass `total_steps=`.",
         applies=lambda setup: setup.settings.total_steps is None,
-        message=lambda _: "nobody knows how long the run is: give `total_steps=`",
+        message=lambda _: "the length of the run is unknown. Pass total_steps= to HDET",
     ),
     Rule(
         name="default-scout-no-room",

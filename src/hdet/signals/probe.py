@@ -70,8 +70,8 @@ class Probe:
             )
         if batches is not None and (isinstance(batches, Iterator) or not _is_iterable(batches)):
             raise TypeError(
-                "`batches` must be a loader or a list that can be gone through again and again, "
-                f"got {batches!r}."
+                "`batches` must be a loader or a list that can be iterated more than once, got "
+                f"{batches!r}."
             )
         _check_call(score, ["model"] if batches is None else ["model", "batch"])
         if num is not None:

@@ -79,6 +79,6 @@ class WatchedModel:
         """Raise a ValueError if the score did not use the model."""
         if not self._notes.is_used:
             raise ValueError(
-                "`score` of the probe must call the model it is given, got one that did not: it "
-                "would score another replica, or none."
+                "`score` of the probe must call the model that it is given, got one that did not. "
+                "Use the argument, not a model from outside."
             )

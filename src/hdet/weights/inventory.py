@@ -261,9 +261,9 @@ class ReplicaTensors:
             id(parameter) in self._unreplicated for parameter in self.parameters().values()
         ):
             raise ValueError(
-                "every replica must have parameters of its own, got a model whose parameters all "
-                "exist once: it is sharded over the processes that are to be replicas. Pass "
-                "ProcessReplicas(mesh['replicate']) of the mesh it is sharded on."
+                "each replica needs its own parameters, got a model that is sharded over all "
+                "replicas. Pass `replicas=ProcessReplicas(mesh['replicate'])` of the mesh that "
+                "the model is sharded on."
             )
 
     def _state(self) -> list[tuple[str, Tensor]]:
@@ -335,6 +335,6 @@ def _check_not_shared(named: dict[str, Tensor]) -> None:
     for (device, _, end), other in pairwise(ordered):
         if other[0] == device and other[1] < end:
             raise ValueError(
-                f"`{spans[other]}` must not share a part of its memory with another parameter, "
-                "got one that does: replace one of them by a copy."
+                f"`{spans[other]}` must not overlap another parameter in memory. Replace one of "
+                "the two by a copy."
             )

@@ -60,8 +60,8 @@ class CapturedGraphs:
     def replay_backward(self, generation: int, seed: Tensor) -> list[Tensor | None]:
         if generation != self._generation:
             raise RuntimeError(
-                "`backward()` must come before the next `losses()`: a captured run keeps the "
-                "activations of one batch. Accumulate with one backward for each batch."
+                "`backward()` must come before the next `losses()`: CUDA graphs keep the "
+                "activations of one batch. Call backward once for each batch."
             )
         self._seed.copy_(seed)
         self._keep_gradients()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
+from hdet._messages import warn
 from hdet.knobs.dial import running
 from hdet.replicas.stacked.cuda_graphs import CapturedGraphs
 from hdet.replicas.stacked.gradients import OwnGradients, SharedGradient, SharedGradients
@@ -41,7 +42,7 @@ class Replica:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"`model.{name}` cannot be used in a loss function of stacked replicas, where `model` "
-            "can only be called: the weights are handed to its forward."
+            "can only be called. Move the code into the model's forward."
         )
 
 
@@ -157,8 +158,9 @@ class Forward:
         self.mode = "loop"
         with self._undone():
             self._rehearse(function, parts)  # if this fails too, the error is the user's
-        warnings.warn(
-            f"replicas run one after another: vmap cannot run this model ({reason})", stacklevel=5
+        warn(
+            "replicas run one after another, which is slower: vmap cannot run this model "
+            f"({reason})"
         )
         return "loop"
 

@@ -1,6 +1,5 @@
 """Compiled functions and captured CUDA graphs of stacked replicas, kept for the next batch."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from hdet._messages import warn
 from hdet.replicas.stacked.cuda_graphs import CapturedGraphs
 
 # A captured batch keeps its activations. A few shapes, such as the last batch of an epoch, suffice.
@@ -68,8 +68,9 @@ class GraphCache:
         if key not in self._captured:
             if len(self._captured) >= MAX_CAPTURED:
                 self._warn_once(
-                    f"replicas run uncaptured, which is slower: more than {MAX_CAPTURED} kinds of "
-                    "batches or loss functions. Define the loss function once, outside the loop."
+                    f"replicas run without CUDA graphs, which is slower: more than {MAX_CAPTURED} "
+                    "kinds of batches or loss functions. Define the loss function once, outside "
+                    "the loop."
                 )
                 return None
             self._captured[key] = self._try_capture(capture)
@@ -89,13 +90,13 @@ class GraphCache:
             reason = str(error).strip().splitlines()[0]
         # After a failed capture the other graphs would draw from a random state without a seed.
         self._captured.clear()
-        warnings.warn(f"replicas run uncaptured, which is slower: {reason}", stacklevel=6)
+        warn(f"replicas run without CUDA graphs, which is slower: {reason}")
         return None
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, stacklevel=6)
+            warn(text)
 
 
 class StreamBranches:

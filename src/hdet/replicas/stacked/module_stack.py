@@ -48,8 +48,8 @@ class ModuleStack:
             for name, tensor in named:
                 if name not in stacks or tensor.data_ptr() != stacks[name].data_ptr():
                     raise RuntimeError(
-                        f"`{name}` has left the replicas: move, convert or extend the model "
-                        "before StackedReplicas, and load weights with load_state_dict."
+                        f"`{name}` no longer belongs to the replicas. Move, convert or extend the "
+                        "model before StackedReplicas, and load weights with load_state_dict."
                     )
 
     def flags(self) -> tuple[list[bool], list[bool]]:

@@ -50,7 +50,7 @@ class StackedOptimizer(EngineOptimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise ValueError("`closure` must be None: replicas are stepped together.")
+            raise ValueError("`closure` must be None: all replicas are stepped together.")
         self._follow_settings()
         self._forward.follow_model()
         if not self._forward.shares_gradients:
@@ -150,7 +150,7 @@ class StackedOptimizer(EngineOptimizer):
     def _check_sharing(self) -> None:
         if any(own.grad is not None for other in self.each[1:] for own in parameters_of(other)):
             raise RuntimeError(
-                "a gradient went past the sharing of gradients: use activation checkpointing "
+                "a gradient bypassed the averaging over replicas. Use activation checkpointing "
                 "with use_reentrant=False, and `losses()` for every loss."
             )
 

@@ -185,8 +185,8 @@ class StackedReplicas(LocalReplicas):
     ) -> list[Optimizer]:
         if optimizer is not self._optimizer or self._optimizer is None:
             raise ValueError(
-                "`optimizer` must be the one that `replicas.optimizer(...)` returned: it steps all "
-                f"the replicas, got a {type(optimizer).__name__} of its own."
+                "`optimizer` must be the one that `replicas.optimizer(...)` returned, got a "
+                f"{type(optimizer).__name__}. That optimizer steps all replicas."
             )
         known = self._optimizer.steered if steered is None else set(steered)
         self._optimizer.steered = {"lr", *known}
@@ -215,8 +215,8 @@ class StackedReplicas(LocalReplicas):
             return value
         if len(value) % self.size:
             raise ValueError(
-                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples: "
-                "leave out what is left of an epoch (`drop_last=True`)."
+                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples. "
+                "Use drop_last=True in the loader."
             )
         return value.unflatten(0, (self.size, -1))
 
