@@ -26,7 +26,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 class Unheard(hdet.StackedReplicas):
     """Stacked replicas without a held-out batch, like replicas in processes."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(has_own_optimizer=True)
 
 
 class SmallRun:
