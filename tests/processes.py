@@ -31,6 +31,12 @@ IDLE_SECONDS = 300
 WORK_SECONDS = 1.0
 """Threads that only send heartbeats use less than this in `IDLE_SECONDS`."""
 
+TORCH_2_6_WARNINGS = (
+    r"The epoch parameter in `scheduler\.step",  # SequentialLR, about its own call
+    "DTensor random operators may not have complete support on cpu",  # by distribute_tensor
+)
+"""What torch 2.6 says about itself. The filters of pytest do not reach the processes."""
+
 
 class RemoteError(AssertionError):
     """What went wrong in the processes: one traceback, or None, for each of them."""
@@ -183,6 +189,9 @@ class Processes:
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    for message in TORCH_2_6_WARNINGS:
+        warnings.filterwarnings("ignore", message, UserWarning)
+    _complete_cpu_streams()
     while True:
         try:
             function, rank, num, store, arguments = pipe.recv()
@@ -199,3 +208,10 @@ def _serve(pipe: Connection) -> None:
         pipe.recv()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _complete_cpu_streams() -> None:
+    """Let FSDP2 of torch 2.6 run on a CPU: the streams of a CPU lack two methods there."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        torch.cpu.Stream.record_event = lambda _: torch.cpu.Event()  # type: ignore
+        torch.cpu.Stream.wait_event = lambda *_: None  # type: ignore

@@ -68,7 +68,7 @@ def save_checkpoint(
     state["hdet"] = json.dumps(scheduler.state_dict())
     for name, (one, parameters) in parts.items():
         state[name] = {"tensors": _tensors(one, parameters), "others": _settings(one, parameters)}
-    with _ignore_single_process_warning():
+    with _ignore_torch_warnings():
         save(state, checkpoint_id=str(folder))
 
 
@@ -103,7 +103,7 @@ def load_checkpoint(
         name for name in parts if name != "outer" or "outer.others" in saved
     ]  # the saved run may have none
     texts: dict[str, Any] = {"hdet": "", **{name: {"others": ""} for name in known}}
-    with _ignore_single_process_warning():
+    with _ignore_torch_warnings():
         load(texts, checkpoint_id=str(folder))
     weights, schedule = get_model_state_dict(model), json.loads(texts["hdet"])
     state: dict[str, Any] = {"model": weights}
@@ -113,7 +113,7 @@ def load_checkpoint(
     for name in known:
         _check_same_kind(name, *parts[name], json.loads(texts[name]["others"]))
         state[name] = {"tensors": _empty_states(name, parts[name][1], saved)}
-    with _ignore_single_process_warning():
+    with _ignore_torch_warnings():
         load(state, checkpoint_id=str(folder))
     set_model_state_dict(model, weights)
     for name, (one, parameters) in parts.items():
@@ -125,10 +125,14 @@ def load_checkpoint(
 
 
 @contextmanager
-def _ignore_single_process_warning() -> Iterator[None]:
-    """Torch warns where a run has one process, which is fine here."""
+def _ignore_torch_warnings() -> Iterator[None]:
+    """Ignore that a run has one process, which is fine here, and what torch says of itself."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
+        # torch 2.6 does not say "disabled".
+        one_process = "torch.distributed is (disabled, )?unavailable or"
+        warnings.filterwarnings("ignore", message=one_process)
+        # The writer of torch 2.6 uses what torch deprecates.
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         yield
 
 

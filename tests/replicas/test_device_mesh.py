@@ -34,6 +34,7 @@ from hdet.tensors.dtensor import local, whole
 from tests import reference, small_run, toy
 from tests.contracts.test_reference_parity import check_cycle
 from tests.processes import Processes, warns_on_first
+from tests.torch_version import IS_OLDEST
 
 N, T, S, WARMUP = 2, 3, 72, 12
 PEAKS = [0.03, 0.01, 0.02, 0.05]
@@ -43,7 +44,9 @@ EIGHT = "3d, eight processes"
 
 
 def sharded(model: toy.Toy, mesh: DeviceMesh) -> nn.Module:
-    fully_shard(model.norm, mesh=mesh)  # in two groups of parameters, as larger models are
+    # In two groups of parameters, as larger models are. On a CPU, torch 2.6 gathers the weights of
+    # an inner group only once in each step: a second time fails in its backward.
+    fully_shard(model.norm, mesh=mesh, reshard_after_forward=not IS_OLDEST)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -165,6 +168,10 @@ def pipelined(rank: int) -> list[Tensor]:
             pipeline.step(tokens)
         else:
             pipeline.step(target=labels, losses=losses)
+        if IS_OLDEST:  # its pipeline adds up the gradients of microbatches
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(2)
         optimizer.step()
         # Only the last stage knows a loss.
         scheduler.step(torch.stack(losses).mean() if losses else None)
@@ -318,6 +325,9 @@ def train_on_eight(rank: int, folder: str) -> list[Tensor]:
     return train(rank, EIGHT, "local", "sgd", folder, total=24)
 
 
+@pytest.mark.skipif(
+    IS_OLDEST, reason="FSDP2 of torch 2.6 has no uneven shards of tensor-parallel weights"
+)
 def test_replica_with_fsdp2_and_tensor_parallelism_equals_the_reference(tmp_path: Path) -> None:
     want = expected(EIGHT, "local", "sgd", total=24).parameters
     pool = Processes(most=8)
@@ -941,6 +951,7 @@ def unflattened(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
     return replicas.parts, told, steps(rank, hybrid(), 7)
 
 
+@pytest.mark.skipif(IS_OLDEST, reason="DeviceMesh of torch 2.6 has no _unflatten")
 def test_replicas_may_be_a_dimension_of_an_unflattened_mesh(fresh: Processes) -> None:
     for parts, ours, theirs in fresh(4, unflattened):
         assert parts == 2

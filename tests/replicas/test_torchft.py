@@ -21,6 +21,7 @@ from hdet.replicas.torchft import TorchftReplicas
 from tests import reference, toy
 from tests.managers import States, managed
 from tests.processes import Processes
+from tests.torch_version import IS_OLDEST
 
 T, LR, ALPHA = 4, 0.02, 0.25
 
@@ -104,6 +105,8 @@ def run(
 
 
 def serve(min_replicas: int) -> Iterator[str]:
+    if IS_OLDEST:
+        pytest.skip("torchft needs torch 2.7")
     from torchft.coordination import LighthouseServer
 
     # On a busy machine a replica may be late, and its heartbeats may be rare.

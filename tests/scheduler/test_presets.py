@@ -186,7 +186,7 @@ def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None
         scout=hdet.Scout(),
         probe=lambda m: loss_of(m, batch(9, 9)),
     )
-    with pytest.warns(UserWarning, match="had no time to look beyond what it tried"):
+    with pytest.warns(UserWarning, match="at the end of the range, with no steps left"):
         for step in range(8):
             losses = ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(8)]))
             losses.sum().backward()

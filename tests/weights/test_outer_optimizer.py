@@ -21,6 +21,7 @@ from hdet.weights.outer_optimizer import OuterOptimizer
 from tests import toy
 from tests.managers import States, managed
 from tests.processes import Processes
+from tests.torch_version import IS_OLDEST
 
 T, S = 5, 32  # the last two steps are in a cycle that never ends
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -96,6 +97,7 @@ def check_alike(some: list[list[Tensor]], others: list[list[Tensor]]) -> None:
             torch.testing.assert_close(ours, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.skipif(IS_OLDEST, reason="torchft needs torch 2.7")
 def test_diloco_equals_torchft() -> None:
     from torchft.coordination import LighthouseServer
 

@@ -86,7 +86,8 @@ class ProcessReplicas(CollectiveReplicas):
         if dist.get_rank(process_group) < 0:
             raise ValueError("`process_group` must contain this process, got a group without it.")
         # A group of our own: an average never races the collectives of the user's group.
-        ranks = dist.get_process_group_ranks(process_group)
+        # torch 2.6 does not read None as the default group here.
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         if len(ranks) < dist.get_world_size() or len(own_ranks) > 1:
             _equalise_group_counts(groups)
         self._group = _new_group(ranks)

@@ -177,7 +177,7 @@ def test_losses_computed_outside_the_engine_replace_held_out_scores() -> None:
     assert one.scheduler.get_knobs()["lr/group0"] != 1
 
 
-@pytest.mark.filterwarnings("ignore:the scout had no time")
+@pytest.mark.filterwarnings("ignore:the scout found its best learning rate at the end")
 def test_scout_without_spare_steps_compares_training_losses() -> None:
     short = hdet.Scout(decades=2, share=0.05)
     one, other = (run(engine, scout=short) for engine in ("stacked", "unheard"))

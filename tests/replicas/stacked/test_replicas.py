@@ -368,7 +368,8 @@ def test_dropout_in_a_loop_differs_and_the_choice_of_mode_draws_no_random_number
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
 def test_compiled_dropout_accepts_batches_of_every_size(mode: Any) -> None:
     """The last batch of an epoch: torch would make its shape a symbol, which vmap cannot draw."""
-    ensemble = StackedReplicas(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5)), 2, mode=mode)
+    # Wide: few random numbers would be the same by chance.
+    ensemble = StackedReplicas(nn.Sequential(nn.Linear(2, 64), nn.Dropout(0.5)), 2, mode=mode)
     ensemble.compile(backend="aot_eager")
     for num in (8, 6, 4):
         losses = ensemble.losses(lambda model, x: model(x).square().mean(), torch.ones(num, 2))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import hdet
 from hdet.replicas.stacked.shared_step import moves_in_proportion
+from tests.torch_version import IS_OLDEST
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -29,7 +30,6 @@ TOGETHER: dict[str, Make] = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
 }
 APART: dict[str, Make] = {
@@ -43,6 +43,11 @@ APART: dict[str, Make] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
 }
+# Adagrad of torch 2.6 has no state for parameters that its constructor does not get. So hdet cannot
+# test it, and its replicas step one by one.
+(APART if IS_OLDEST else TOGETHER)["adagrad"] = lambda p: torch.optim.Adagrad(
+    p, lr=0.01, lr_decay=0.1
+)
 
 
 @pytest.mark.parametrize("name", sorted(TOGETHER | APART))
