@@ -125,7 +125,6 @@ def test_block_calls_hdet_as_its_signatures_allow(block: Block) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:scout disabled. it needs several replicas:UserWarning")
-@pytest.mark.filterwarnings("ignore:.scout. needs several replicas:UserWarning")
 @pytest.mark.parametrize(
     "block", [block for block in python_blocks() if can_run(block)], ids=lambda block: block.name
 )

@@ -169,7 +169,7 @@ def test_missing_replicas_argument_raises_and_missing_losses_warn() -> None:
     silent = stacked(scout=None, sync_every=2)
     silent.optimizer.step()
     silent.step()
-    with pytest.warns(UserWarning, match="a guard sees nothing without losses"):
+    with pytest.warns(UserWarning, match="the guard is inactive"):
         silent.step()
 
 
@@ -186,7 +186,7 @@ def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None
         scout=hdet.Scout(),
         probe=lambda m: loss_of(m, batch(9, 9)),
     )
-    with pytest.warns(UserWarning, match="at the end of the range, with no steps left"):
+    with pytest.warns(UserWarning, match="at the end of the range"):
         for step in range(8):
             losses = ensemble.losses(loss_of, torch.cat([batch(step, r) for r in range(8)]))
             losses.sum().backward()
@@ -230,11 +230,14 @@ def outside_ddp(rank: int) -> list[str]:
 
 
 def test_no_scout_when_gradient_sharing_cannot_be_switched(processes: Processes) -> None:
-    for told in processes(4, outside_ddp):
-        about = [text for text in told if text.startswith("scout disabled")]
-        assert "needs `model=`" in about[0]
-        assert "wrapped in DDP" in about[1]
-        assert len(about) == 2
+    first, *others = [
+        [text for text in texts if text.startswith("scout disabled")]
+        for texts in processes(4, outside_ddp)
+    ]
+    assert "needs `model=`" in first[0]
+    assert "wrapped in DDP" in first[1]
+    assert len(first) == 2
+    assert others == [[]] * 3  # the first process speaks for all
 
 
 def test_no_scout_for_a_schedule_that_has_already_stepped() -> None:

@@ -684,7 +684,7 @@ def test_search_of_scout_again_resumes_with_its_own_settings() -> None:
 
 def test_scout_again_says_why_a_search_is_impossible() -> None:
     run = Run("stacked", total=600)
-    with pytest.raises(RuntimeError, match="cannot be called while a scout runs"):
+    with pytest.raises(RuntimeError, match="while the scout is running"):
         run.scheduler.scout_again()
     run.go(590)
     weights = run.vectors()
@@ -884,7 +884,7 @@ def test_search_resumed_with_fewer_replicas_ends_when_too_few_steps_are_left() -
     many.scheduler.scout_again()
     many.step()
     many.scheduler.converge()
-    with pytest.warns(UserWarning, match="scout ended: .* The given learning rate is kept"):
+    with pytest.warns(UserWarning, match="scout stopped: .* The given learning rate is kept"):
         few.scheduler.load_state_dict(many.scheduler.state_dict())
     assert not few.scheduler.is_scouting
     few.step()

@@ -100,7 +100,11 @@ class CycleEnd:
         self._check_losses(report)
         self._check_scores(report)
         if run.good_point is not None and all(loss is None for loss in report.losses):
-            run.log.warn_once("guard", "a guard sees nothing without losses: report `step(loss)`.")
+            run.log.warn_once(
+                "guard",
+                "the guard is inactive: no loss was observed in this cycle. "
+                "Call `scheduler.step(loss)`.",
+            )
         return report
 
     def _rolls_back(self, report: CycleReport) -> bool:
@@ -186,7 +190,7 @@ class CycleEnd:
             self._run.log.warn_once(
                 "scores",
                 f"the probe of replica(s) {lost} is not finite at step "
-                f"{self._run.progress.step}. They are left out of the comparison.",
+                f"{self._run.progress.step}: they are excluded from the comparison.",
             )
 
     def _average(self, report: CycleReport, *, waits: bool = False) -> tuple[ReplicaHealth, int]:
@@ -271,7 +275,7 @@ class CycleEnd:
             GuardEvent(step=step, reason=f"stopped: {reason}", back_to=good_point.step), wait=True
         )
         raise ReplicasLost(
-            f"the guard rolled back {num} times in a row, and the loss spikes again at step {step} "
-            f"({reason}). All replicas have the weights of step {good_point.step}. Save them, and "
-            "resume with a lower learning rate."
+            f"the guard restored the run {num} times in a row, and the loss spikes again at step "
+            f"{step} ({reason}). All replicas have the weights of step {good_point.step}. Save "
+            "them, and resume with a lower learning rate."
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from hdet._messages import Warn
 from hdet.knobs.specs import LearningRate, flatten_knobs
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
@@ -20,6 +21,7 @@ def complete_settings(
     replicas: Replicas,
     model: nn.Module | None,
     *,
+    warn: Warn,
     total_steps: int | None,
     **options: Any,
 ) -> Settings:
@@ -31,6 +33,7 @@ def complete_settings(
         base: The wrapped schedule.
         replicas: The engine.
         model: The user's model.
+        warn: Raises a warning; silent on all processes but the first.
         total_steps: Steps of the run; None takes the length of the schedule.
         **options: The other fields of `Settings`.
     """
@@ -39,7 +42,7 @@ def complete_settings(
     # A replica that joins has no snapshots to roll back to.
     is_unguarded = given.guard == "auto" and replicas.capabilities.is_elastic
     given = given._replace(knobs=knobs, guard=None if is_unguarded else given.guard)
-    chosen = choose_options(preset, given, total_steps=total, num_replicas=replicas.size)
+    chosen = choose_options(preset, given, total_steps=total, num_replicas=replicas.size, warn=warn)
     settings = Settings(
         **chosen._asdict(),
         **options,
@@ -47,7 +50,7 @@ def complete_settings(
         knobs=(LearningRate(),) if knobs is None else knobs,
     )
     if given.scout == "auto":
-        settings = drop_impossible_scout(settings, base, replicas, model)
+        settings = drop_impossible_scout(settings, base, replicas, model, warn=warn)
     if given.controller == "auto" and settings.scout is None and base.step == 0:
         settings = replace(settings, controller=without_scout(settings.controller))
     return settings

@@ -44,7 +44,7 @@ class ElasticSync:
             return  # no replica has made a step yet
         replicas.start_quorum(anew=anew)
         undo, before = run.weights.snapshot_weights(), run.progress_state()
-        reason = "this replica must not continue"
+        reason = "this replica could not commit"
         with run.log.held() as held:
             try:
                 members = replicas.check_members()
@@ -60,7 +60,7 @@ class ElasticSync:
             return
         undo()
         self._restore(before)
-        self._note_members(f"the converge was undone: {reason}")
+        self._note_members(f"the average was undone: {reason}")
 
     def _restore(self, before: dict[str, Any]) -> None:
         run, replicas = self._run, self._replicas

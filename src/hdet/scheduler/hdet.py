@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet._messages import warn
+from hdet._messages import Warn, warn
 from hdet._validation import number_of
 from hdet.control.controller import Controller
 from hdet.control.one_cycle_bounds import OneCycleBounds
@@ -138,7 +138,7 @@ class HDET(RunReadings):
         record: Record | None = None,
         seed: int = 0,
     ) -> None:
-        def prepare(replicas: Replicas) -> tuple[BaseSchedule, Settings]:
+        def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
             wrapped = BaseSchedule(base)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
@@ -147,6 +147,7 @@ class HDET(RunReadings):
                 wrapped,
                 replicas,
                 model,
+                warn=warn,
                 gradients=gradients,
                 optimizer_state=optimizer_state,
                 outer=outer,
@@ -283,8 +284,8 @@ class HDET(RunReadings):
         run, trial = self._run, self._run.progress.trial
         if run.progress.replicas_differ and not self._visiting:
             warn(
-                "saved in the middle of a cycle: the weights beside this state are those of one "
-                "replica. Call `converge()` on all replicas before saving."
+                "the state is saved in the middle of a cycle: the weights beside it are those of "
+                "one replica. Call `converge()` on all replicas before saving."
             )
         if trial is None:
             return run.progress_state()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet._messages import Warn
 from hdet._validation import check_flag, check_positive
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.control.paper import PaperController
@@ -134,7 +135,7 @@ class OneCycleHDET(HDET):
         record: Record | None = None,
         seed: int = 0,
     ) -> None:
-        def prepare(_: Replicas) -> tuple[BaseSchedule, Settings]:
+        def prepare(_: Replicas, __: Warn) -> tuple[BaseSchedule, Settings]:
             check_flag("auto_lr", auto_lr)
             _check_rates(max_lr, div_factor, final_div_factor)
             length = (total_steps, epochs, steps_per_epoch, pct_start)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet._messages import Warn, warn
 from hdet.control.knob_bank import KnobBank
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.control.replica_health import ReplicaHealth, check_health
@@ -38,7 +39,7 @@ from hdet.weights.inventory import WEIGHTS, TensorKind
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.restore_points import GoodPoint
 
-Prepare = Callable[[Replicas], tuple[BaseSchedule, Settings]]
+Prepare = Callable[[Replicas, Warn], tuple[BaseSchedule, Settings]]
 """Makes the base schedule and the settings of a run from the user's arguments."""
 
 
@@ -82,11 +83,12 @@ class Run:
         self.replicas, self.model = replicas, model
         self.elastic = replicas if is_elastic(replicas) else None
         is_first = replicas.part == 0 and 0 in replicas.local
+        self._warn = warn if is_first else _say_nothing
         try:
-            self.base, self.settings = prepare(replicas)
+            self.base, self.settings = prepare(replicas, self._warn)
             self.one_cycle = one_cycle(self.base)
             self.optimizer: Optimizer = self.base.optimizer
-            check_compatible(self.settings, self.base, replicas, model)
+            check_compatible(self.settings, self.base, replicas, model, warn=self._warn)
             self.weights = ReplicaWeights(
                 self.optimizer, model, replicas, self.settings.outer, self.settings.compress
             )
@@ -143,7 +145,7 @@ class Run:
             self.optimizers, base, self.knob_bank, self.bound_knobs, self.replicas, self.progress
         )
         self.rates.write(everything=True)
-        check_knobs(settings, self.knob_bank, base.names, self.replicas.size)
+        check_knobs(settings, self.knob_bank, base.names, self.replicas.size, warn=self._warn)
 
     def new_knob_bank(self) -> KnobBank:
         settings = self.settings
@@ -303,3 +305,7 @@ class Run:
         groups = self.optimizer.param_groups
         device: torch.device = next(p.device for group in groups for p in group["params"])
         return device
+
+
+def _say_nothing(_: str) -> None:
+    """Stand in for a warning on all processes but the first."""

@@ -35,7 +35,9 @@ from hdet.signals.exchange import CycleReport
 from hdet.weights.restore_points import SecondStart
 
 NOT_SEARCHED = "no search after a change of the data"
-ALL_DIVERGED = "search after a change of the data: every learning rate diverges"
+ALL_DIVERGED = (
+    "training diverges at every learning rate that the scout tried after a change of the data"
+)
 
 
 class SearchPhase:
@@ -74,7 +76,7 @@ class SearchPhase:
             if saved is None:
                 raise
             # The run resumes with fewer replicas.
-            run.log.warn_once("scout", f"scout ended: {error} The given learning rate is kept.")
+            run.log.warn_once("scout", f"scout stopped: {error} The given learning rate is kept.")
             return
         if is_check:
             self.second_start = SecondStart(
@@ -95,13 +97,13 @@ class SearchPhase:
         problem = why_no_scout(run.settings, run.base, run.replicas, run.model)
         if run.one_cycle is not None:
             problem = (
-                "`scout_again()` does not support OneCycleHDET with auto-LR, which has its own "
+                "`scout_again()` is not available in OneCycleHDET, whose controller replaces the "
                 "schedule. Use hdet.HDET"
             )
         elif run.progress.trial is not None:
             problem = (
-                "`scout_again()` cannot be called while a scout runs. Wait until `is_scouting` is "
-                "False"
+                "`scout_again()` was called while the scout is running. Wait until "
+                "`scheduler.is_scouting` is False"
             )
         elif run.replicas.size == 1:
             problem = "`scout_again()` needs several replicas, got one"
@@ -231,7 +233,7 @@ class SearchPhase:
             if not (is_check and isinstance(problem, AllRatesDiverged)):
                 raise
             run.training_loss.clear_first()
-            run.log.warn_once("new data", f"{ALL_DIVERGED}. The guard continues.")
+            run.log.warn_once("new data", f"{ALL_DIVERGED}. The guard continues alone.")
             run.log.write(GuardEvent(step=step, reason=ALL_DIVERGED, back_to=step))
             return
         trial.restore()
@@ -261,8 +263,8 @@ class SearchPhase:
             except Exception as problem:  # held-out batches are an offer, not a request
                 run.log.warn_once(
                     "held out",
-                    "the scout compares training losses: the loss function cannot be called again "
-                    f"with a held-out batch ({type(problem).__name__}: {problem}).",
+                    "the scout compares training losses instead of held-out losses: the loss "
+                    f"function failed on an earlier batch ({type(problem).__name__}: {problem}).",
                 )
                 trial.compare_by_losses()
         return run.exchange(scores=scores)

@@ -68,24 +68,28 @@ def caution_about(trial: SearchTrial, estimate: Estimate) -> str:
         return ""
     what = f"begins with {estimate.factor:.3g} times the given learning rate"
     if trial.trigger.is_mid_run:
-        what = f"continues with {estimate.factor:.3g} times its learning rate"
+        what = f"goes on with {estimate.factor:.3g} times its learning rate"
     return f"the scout {advice} ({describe(trial.search.reasons)}): the run {what}."
 
 
 def _advice(trial: SearchTrial, estimate: Estimate) -> str:
     search = trial.search
     if Reason.INTERRUPTED in search.reasons:
-        rest = "try anything" if search.found is None else "refine its choice"
-        return f"was interrupted by a `converge()` or a bad batch, with no steps left to {rest}"
+        purpose = "try a learning rate" if search.found is None else "refine its choice"
+        return (
+            "was interrupted by a `converge()` or a non-finite loss, and no steps were left to "
+            f"{purpose}"
+        )
     if Reason.NO_TIME in search.reasons and search.found is not None:
         return (
-            "found its best learning rate at the end of the range, with no steps left to look "
-            "further. Pass a nearer learning rate, more replicas or a larger `Scout(share=...)`"
+            "found its best learning rate at the end of the range that it tried, and no steps were "
+            "left to try more; give a nearer learning rate, more replicas or a larger "
+            "`Scout(share=...)`"
         )
     if estimate.reason is not Reason.NOTHING_FOUND:
         return ""
-    found = "found no learning rate that is better than another"
-    return f"{found}. Pass `probe=` for a fairer comparison" if trial.by == "losses" else found
+    found = "found no difference between learning rates"
+    return f"{found}; a `probe=` tells more than losses" if trial.by == "losses" else found
 
 
 def search_event(

@@ -591,7 +591,7 @@ def test_loss_that_cannot_be_repeated_falls_back_to_training_losses() -> None:
     optimizer = ensemble.optimizer(torch.optim.AdamW(model.parameters(), lr=LR))
     base = OneCycleLR(optimizer, LR, total_steps=120)
     scheduler = hdet.HDET(base, model=model, replicas=ensemble, scout=SCOUT, guard=None)
-    with pytest.warns(UserWarning, match="the scout compares training losses"):
+    with pytest.warns(UserWarning, match="instead of held-out losses"):
         while scheduler.is_scouting:
             once.left = iter(range(N))
             optimizer.zero_grad()
