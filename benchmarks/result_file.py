@@ -63,8 +63,8 @@ def write_result(
 
 def read_result(path: Path) -> dict[str, Any]:
     """What a result file says, or nothing where there is no file."""
-    told: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return told
+    outcome: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return outcome
 
 
 def made_with() -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Sample:
         if self.scouted:
             yield self.scout()
             why = self.reason or "loss 9 after 3, above 4"
-            told = {"time": 1.7e9, "step": 2, "back_to": 1, "factor": 0.5, "reason": why}
-            yield {"event": "guard", **told}
+            results = {"time": 1.7e9, "step": 2, "back_to": 1, "factor": 0.5, "reason": why}
+            yield {"event": "guard", **results}
         if first:
             yield {"event": "resume", "time": 1.7e9 + first, "step": first * self.sync_every}
         chance = random.Random(self.seed)

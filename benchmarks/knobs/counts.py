@@ -34,16 +34,16 @@ def counts(rows: Sequence[Row], six: Sequence[Row]) -> dict[str, Any]:
 
     A run counts for hdet by a scout where the problem has one, else by the tracker.
     """
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     sums: dict[str, int] = defaultdict(int)
     for name in dict.fromkeys(row["problem"] for row in rows):
         word = word_of_problem(name)
         found = of_problem([row for row in rows if row["problem"] == name])
-        told |= {f"{word}_{key}": value for key, value in found.items()}
+        results |= {f"{word}_{key}": value for key, value in found.items()}
         for group in ("all", *(["six_problems"] if word != TRANSFORMER else [])):
             for key, value in found.items():
                 sums[f"{group}_{key}"] += value
-    return {**told, **sums, **of_six(six)}
+    return {**results, **sums, **of_six(six)}
 
 
 def of_problem(rows: Sequence[Row]) -> dict[str, int]:

@@ -269,8 +269,8 @@ def show(rows: Sequence[Mapping[str, Any]], six: Sequence[Mapping[str, Any]]) ->
                         f"  {losses[0]:.3f} to {losses[-1]:.3f}"
                     )
     for row in six:
-        told = "  ".join(f"{name} {value:.2f}" for name, value in row["ratios"].items())
-        print(f"six at once, seed {row['seed']}, start x {row['start']:g}: {told}")
+        results = "  ".join(f"{name} {value:.2f}" for name, value in row["ratios"].items())
+        print(f"six at once, seed {row['seed']}, start x {row['start']:g}: {results}")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 Three fixed learning rates under OneCycleLR, and hdet from the middle one and from a hundredth of
 it, on bytes of `mdn_en_us`: 12 layers, 768 wide, 85 million parameters. One seed: this shows that
-nothing breaks at a size where nobody sweeps, it is no statistics.
+nothing breaks at a size that is too large for sweeps. It is no statistics.
 """
 
 import argparse

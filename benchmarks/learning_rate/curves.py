@@ -62,13 +62,13 @@ def _plain_at(bench: Bench, lr: float) -> list[Ended]:
 
 def headline(cases: Mapping[str, Any]) -> dict[str, float]:
     """The median and the worst regret of every case."""
-    told = {}
+    results = {}
     for case in cases.values():
         name = f"{case['steps']}_steps_{case['replicas']}_replicas"
         regrets = [regret for part in case["regret_pct"].values() for regret in part]
-        told[f"regret_pct_{name}"] = median(regrets)
-        told[f"worst_pct_{name}"] = max(regrets)
-    return told
+        results[f"regret_pct_{name}"] = median(regrets)
+        results[f"worst_pct_{name}"] = max(regrets)
+    return results
 
 
 def main() -> None:

@@ -106,19 +106,19 @@ def rounds_of(bench: Bench, seed: int) -> dict[str, Any]:
     wave = shape("one cycle", bench.plan.steps, rule.cycles_momentum)
     momenta = torch.full_like(speeds, wave.momenta[0])
     step = torch.zeros(num // N, dtype=torch.long, device=fleet.device)
-    told = {"lrs": lrs, "seed": seed, "outset": fmean(_scores(bench, fleet, fleet.weights)[:N])}
+    results = {"lrs": lrs, "seed": seed, "outset": fmean(_scores(bench, fleet, fleet.weights)[:N])}
     passed: list[Tensor] = []
     for now in range(max(ROUNDS)):
         fleet.losses(*split(batch(step + now), N))
         if now == 0:
-            told["noise"] = fmean(a.noise(N) for a in agreed(fleet.gradients, N))
+            results["noise"] = fmean(a.noise(N) for a in agreed(fleet.gradients, N))
         rule.step(speeds, momenta)
         passed.append(fleet.weights.clone())
         if now + 1 in ROUNDS:
             late = passed[len(passed) // 2 :]
             mean = torch.stack(late).mean(0)
-            told[f"after {now + 1}"] = _scores(bench, fleet, mean)
-    return told
+            results[f"after {now + 1}"] = _scores(bench, fleet, mean)
+    return results
 
 
 def _scores(bench: Bench, fleet: Any, weights: Tensor) -> list[float]:
@@ -163,18 +163,20 @@ def best_of(grid: Sequence[Sequence[float]]) -> float:
     return lrs[at] * 2 ** (0.5 * (below - above) / bend) if is_bowl else lrs[at]
 
 
-def explodes_at(told: Mapping[str, Any], num_steps: int) -> float | None:
-    scores = [None if s is None or not math.isfinite(s) else s for s in told[f"after {num_steps}"]]
-    points = [Observation(lr, score) for lr, score in zip(told["lrs"], scores, strict=True)]
+def explodes_at(results: Mapping[str, Any], num_steps: int) -> float | None:
+    scores = [
+        None if s is None or not math.isfinite(s) else s for s in results[f"after {num_steps}"]
+    ]
+    points = [Observation(lr, score) for lr, score in zip(results["lrs"], scores, strict=True)]
     known = [score for score in scores if score is not None]
     return divergence_threshold(
-        points, told["outset"], told["outset"] - min(known, default=math.inf)
+        points, results["outset"], results["outset"] - min(known, default=math.inf)
     )
 
 
 def distance(case: Mapping[str, Any], num_steps: int) -> float:
     """Where scores explode, in units of the learning rate that ends best."""
-    found = [explodes_at(told, num_steps) or math.inf for told in case["rounds"]]
+    found = [explodes_at(results, num_steps) or math.inf for results in case["rounds"]]
     return median(found) / best_of(case["grid"])
 
 
@@ -196,23 +198,23 @@ def found_in(case: Mapping[str, Any], signal: str) -> Found:
 
 
 def headline(cases: Mapping[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"variants": len(cases)}
+    results: dict[str, Any] = {"variants": len(cases)}
     for optimizer in ("AdamW", "SGD"):
         own = [case for case in cases.values() if case["optimizer"] == optimizer]
         for num_steps in ROUNDS:
             far = [distance(case, num_steps) for case in own]
             name = f"{optimizer.lower()}_{num_steps}_steps"
-            told[f"{name}_nearest"], told[f"{name}_farthest"] = min(far), max(far)
-            told[f"{name}_mean"] = geometric_mean(far)
+            results[f"{name}_nearest"], results[f"{name}_farthest"] = min(far), max(far)
+            results[f"{name}_mean"] = geometric_mean(far)
         for signal in SIGNALS:
             regrets = [found_in(case, signal).regret for case in own]
-            told[f"{optimizer.lower()}_scout_by_{signal}_median_pct"] = median(regrets)
+            results[f"{optimizer.lower()}_scout_by_{signal}_median_pct"] = median(regrets)
     for name, case in cases.items():
         for signal in SIGNALS:
             found, key = found_in(case, signal), f"{word_of(name)}_{signal}"
-            told[f"{key}_pct"], told[f"{key}_worst_pct"] = found.regret, found.worst
-            told[f"{key}_ratio"] = found.ratio
-    return told
+            results[f"{key}_pct"], results[f"{key}_worst_pct"] = found.regret, found.worst
+            results[f"{key}_ratio"] = found.ratio
+    return results
 
 
 def table(cases: Mapping[str, Any]) -> str:
@@ -223,7 +225,7 @@ def table(cases: Mapping[str, Any]) -> str:
     ]
     for name, case in cases.items():
         six, twelve = (distance(case, num) for num in ROUNDS)
-        noise = fmean(told["noise"] for told in case["rounds"])
+        noise = fmean(results["noise"] for results in case["rounds"])
         cells = [f"{best_of(case['grid']):.2g}", f"{noise:.2g}", f"x {six:.2g}", f"x {twelve:.2g}"]
         for signal in SIGNALS:
             found = found_in(case, signal)

@@ -1,9 +1,9 @@
-"""What would the scout of now have chosen in the runs of settle.json? Prints, and writes no file.
+"""What would the present scout have chosen in the runs of settle.json? Prints, and writes no file.
 
     python -m benchmarks.learning_rate.foresight [FILE]
 
 Runs in FILE (by default results/settle.json) have recorded what every replica of their scout
-scored. The rule of now is applied to those scores, and the loss at the learning rate it chooses is
+scored. The present rule is applied to those scores, and the loss at the learning rate it chooses is
 read off the curve of the grid. An estimate: another rule would have made its rounds elsewhere.
 """
 
@@ -32,7 +32,7 @@ class Foreseen(NamedTuple):
     task: str
     chosen: float
     """In units of the best of the grid."""
-    """Both are no numbers where the rule would have looked further, and nobody knows at what."""
+    """Both are NaN where the rule would have tried more learning rates."""
     regret: float
 
 

@@ -71,26 +71,26 @@ def scores(
     rows = [seed for seed in seeds for _ in lrs]
     fleet = bench.fleet(rows, capture=False)
     rule, batch = bench.rule(fleet), bench.task.batches(rows)
-    told = torch.tensor([each for _ in seeds for each in lrs]).to(fleet.weights)
+    results = torch.tensor([each for _ in seeds for each in lrs]).to(fleet.weights)
     first = shape("one cycle", bench.plan.steps, rule.cycles_momentum).momenta[0]
-    momenta, mean = torch.full_like(told[:, :1], first), torch.zeros_like(fleet.weights)
-    outset = fleet.evaluate(bench.task.probe, training=True).double().mean(1)
+    momenta, mean = torch.full_like(results[:, :1], first), torch.zeros_like(fleet.weights)
+    start = fleet.evaluate(bench.task.probe, training=True).double().mean(1)
     steps, tail = torch.zeros(len(rows), dtype=torch.long, device=fleet.device), num_steps // 2
     for step in range(num_steps):
         fleet.losses(*(part[:, : max(part.shape[1] // N, 1)] for part in batch(steps + step)))
-        rule.step(told, momenta)
+        rule.step(results, momenta)
         if step >= num_steps - tail:
             mean += fleet.weights / tail
     ended = fleet.evaluate(bench.task.probe, weights=mean, training=True).double().mean(1)
-    return outset[:: len(lrs)].tolist(), ended.view(len(seeds), -1).tolist()
+    return start[:: len(lrs)].tolist(), ended.view(len(seeds), -1).tolist()
 
 
 def gains(bench: Bench, best: float, changes: Sequence[Change]) -> dict[Change, list[float]]:
     """How much worse a round scores, in units of what it gains without a change."""
     groups = len(bench.task.groups)
     lrs = [change.lrs(LOW["gains"] * best, groups) for change in changes]
-    outset, ended = scores(bench, ROUND_SEEDS, lrs, GAIN_STEPS)
-    gain = fmean(before - row[0] for before, row in zip(outset, ended, strict=True))
+    start, ended = scores(bench, ROUND_SEEDS, lrs, GAIN_STEPS)
+    gain = fmean(before - row[0] for before, row in zip(start, ended, strict=True))
     return {c: [(row[at] - row[0]) / gain for row in ended] for at, c in enumerate(changes)}
 
 
@@ -99,9 +99,9 @@ def explosions(bench: Bench, best: float, group: int | None) -> list[float | Non
     groups = len(bench.task.groups)
     low = LOW["explosions"]
     lrs = [Change(group, factor / low).lrs(low * best, groups) for factor in LADDER]
-    outset, ended = scores(bench, BLAST_SEEDS, lrs, BLAST_STEPS)
+    start, ended = scores(bench, BLAST_SEEDS, lrs, BLAST_STEPS)
     found = []
-    for before, row in zip(outset, ended, strict=True):
+    for before, row in zip(start, ended, strict=True):
         points = [
             Observation(factor, score if math.isfinite(score) else None)
             for factor, score in zip(LADDER, row, strict=True)
@@ -115,11 +115,11 @@ def measured(bench: Bench, best: float) -> dict[str, Any]:
     names = bench.task.groups
     changes = [Change(None, 1.0)]
     changes += [Change(group, f) for group in range(len(names)) for f in (1 / FACTOR, FACTOR)]
-    told: dict[str, Any] = {"best": best, "groups": list(names), "changes": {}, "explosions": {}}
+    results: dict[str, Any] = {"best": best, "groups": list(names), "changes": {}, "explosions": {}}
     ends, rounds = truth(bench, best, changes), gains(bench, best, changes)
     for change in changes[1:]:
         assert change.group is not None
-        told["changes"][f"{names[change.group]} x {change.factor:g}"] = {
+        results["changes"][f"{names[change.group]} x {change.factor:g}"] = {
             "truth_pct": fmean(ends[change]),
             "truth_pct_of_each_seed": ends[change],
             "round": fmean(rounds[change]),
@@ -127,8 +127,8 @@ def measured(bench: Bench, best: float) -> dict[str, Any]:
         }
     for group in (None, *range(len(names))):
         name = "all" if group is None else names[group]
-        told["explosions"][name] = explosions(bench, best, group)
-    return told
+        results["explosions"][name] = explosions(bench, best, group)
+    return results
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     out = options.out or RESULTS / ("groups.quick.json" if options.quick else "groups.json")
-    told: dict[str, Any] = {"headline": {}, "tasks": {}}
+    results: dict[str, Any] = {"headline": {}, "tasks": {}}
     for name, entry in ENTRIES.items():
         if not name.startswith(options.only):
             continue
@@ -150,12 +150,15 @@ def main() -> None:
         task = entry.make(plan, options.data and Path(options.data), device)
         print(name, flush=True)
         found = measured(Bench(task, plan, capture=on_gpu), best_of_grid(runs[name]))
-        told["tasks"][name] = found
+        results["tasks"][name] = found
         least = min(found["changes"].items(), key=lambda pair: pair[1]["truth_pct"])
-        told["headline"][f"{TASK_WORDS[name]}_best_change"] = least[0]
-        told["headline"][f"{TASK_WORDS[name]}_best_change_pct"] = least[1]["truth_pct"]
+        results["headline"][f"{TASK_WORDS[name]}_best_change"] = least[0]
+        results["headline"][f"{TASK_WORDS[name]}_best_change_pct"] = least[1]["truth_pct"]
         write_result(
-            out, **told, settings={"factor": FACTOR, "round_seeds": ROUND_SEEDS}, seeds=TRUTH_SEEDS
+            out,
+            **results,
+            settings={"factor": FACTOR, "round_seeds": ROUND_SEEDS},
+            seeds=TRUTH_SEEDS,
         )
         for change, numbers in found["changes"].items():
             print(

@@ -171,7 +171,7 @@ def luck_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Luck]:
 def small_grids(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """What the steps of one run buy as a sweep: the regret of the best of several short runs.
 
-    The best of them at the end, by the loss that is reported: nobody could choose better.
+    The best of them at the end, by the reported loss: an upper bound for every choice.
     """
     found = {}
     for task, own in by(runs, lambda run: run["job"]["task"]).items():
@@ -257,7 +257,7 @@ def _mean_regret(rows: Sequence[Row]) -> float:
 
 
 def sign_test(wins: int, pairs: int) -> float:
-    """The chance of so many wins or more, if both are as good."""
+    """The chance of at least this number of wins, if both are equally good."""
     return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs
 
 

@@ -142,8 +142,8 @@ def trained(
 
         def start(fleet: Fleet, rule: Rule, given: Sequence[list[Tensor] | None] = given) -> None:
             for row, tensors in enumerate(given):
-                for own, told in zip(tensors_of(fleet, rule), tensors or [], strict=False):
-                    own[row] = told
+                for own, outcome in zip(tensors_of(fleet, rule), tensors or [], strict=False):
+                    own[row] = outcome
 
         ended = train_rows(bench, legs[first : first + ROWS], start=start)
         found += [float(end.live["loss"] or "nan") for end in ended]
@@ -153,14 +153,14 @@ def trained(
 def summed_up(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """What every variant loses, in percent of the loss with all steps on the same seed."""
     reference = losses["all steps"]
-    told = {}
+    outcome = {}
     for name, each in losses.items():
         regrets = [
             100 * (loss / reference[at % len(reference)] - 1) for at, loss in enumerate(each)
         ]
         error = stdev(regrets) / len(regrets) ** 0.5
-        told[name] = {"mean_pct": fmean(regrets), "error_pct": error, "worst_pct": max(regrets)}
-    return told
+        outcome[name] = {"mean_pct": fmean(regrets), "error_pct": error, "worst_pct": max(regrets)}
+    return outcome
 
 
 SHORT = {
@@ -191,7 +191,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     out = options.out or RESULTS / ("rewind.quick.json" if options.quick else "rewind.json")
-    told: dict[str, Any] = {"headline": {}, "tasks": {}, "losses": {}}
+    outcome: dict[str, Any] = {"headline": {}, "tasks": {}, "losses": {}}
     for name, entry in ENTRIES.items():
         if not name.startswith(tuple(options.only.split(";"))):
             continue
@@ -202,10 +202,10 @@ def main() -> None:
         bench = Bench(task, plan, entry.half and on_gpu, on_gpu)
         print(name, flush=True)
         losses = compared(bench, plan.middle if options.quick else best_of_grid(runs[name]))
-        told["losses"][name], told["tasks"][name] = losses, summed_up(losses)
-        told["headline"] = headline(told["tasks"])
-        write_result(out, **told, settings=SETTINGS, seeds=SEEDS)
-        for how, numbers in told["tasks"][name].items():
+        outcome["losses"][name], outcome["tasks"][name] = losses, summed_up(losses)
+        outcome["headline"] = headline(outcome["tasks"])
+        write_result(out, **outcome, settings=SETTINGS, seeds=SEEDS)
+        for how, numbers in outcome["tasks"][name].items():
             print(
                 f"  {how:<50}" + "  ".join(f"{key} {value:.2f}" for key, value in numbers.items())
             )

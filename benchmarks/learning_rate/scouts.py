@@ -37,7 +37,7 @@ def made(bench: Bench, by: Signal, curve: dict[float, float]) -> list[dict[str, 
     """What every scout begins with, in units of the best, and what that costs, in percent."""
     best = min(curve, key=curve.__getitem__)
     runs = [Run(best * start, seed) for seed in SEEDS for start in STARTS]
-    told = []
+    results = []
     for first in range(0, len(runs), AT_ONCE):
         some = runs[first : first + AT_ONCE]
         searches = search_lrs(bench, some, by=by, scout=hdet.Scout())
@@ -45,8 +45,8 @@ def made(bench: Bench, by: Signal, curve: dict[float, float]) -> list[dict[str, 
             lr = run.lr * start_of(bench, search).factor
             cost = 100 * (loss_at(curve, lr) / curve[best] - 1)
             start = {"seed": run.seed, "start": run.lr / best}
-            told.append({**start, "lr": lr / best, "cost_pct": cost, "steps": search.used})
-    return told
+            results.append({**start, "lr": lr / best, "cost_pct": cost, "steps": search.used})
+    return results
 
 
 def summed_up(scouts: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -64,13 +64,13 @@ def summed_up(scouts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def headline(known: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:
     """The summary of every task and signal, under short names."""
-    told: dict[str, float] = {}
+    results: dict[str, float] = {}
     for key, scouts in known.items():
         task, signal = key.rsplit(", by ", 1)
         name = f"{TASK_WORDS[task]}_{signal}"
-        told |= {f"{name}_{what}": value for what, value in summed_up(scouts).items()}
-        told[f"{name}_runs"] = len(scouts)
-    return told
+        results |= {f"{name}_{what}": value for what, value in summed_up(scouts).items()}
+        results[f"{name}_runs"] = len(scouts)
+    return results
 
 
 def main() -> None:

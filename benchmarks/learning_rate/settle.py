@@ -84,12 +84,12 @@ class Book:
         self.known: dict[Job, Ended] = {}
         self.seconds: dict[str, float] = {}
         self.plans: dict[str, Plan] = {}
-        self._kept = told = read_result(path)
-        if told:
-            self.seconds = told["seconds"]
-            known = told.get("settings", {}).get("plans", {})
+        self._kept = results = read_result(path)
+        if results:
+            self.seconds = results["seconds"]
+            known = results.get("settings", {}).get("plans", {})
             self.plans = {name: Plan(*plan) for name, plan in known.items()}
-            for row in told["runs"]:
+            for row in results["runs"]:
                 self.known[Job(**row["job"])] = Ended(**row["ended"])
 
     @property

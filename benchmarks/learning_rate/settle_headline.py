@@ -45,20 +45,20 @@ def headline(rows: Sequence[Row], runs: Runs) -> dict[str, Any]:
 
 def of_hdet(rows: Sequence[Row]) -> dict[str, Any]:
     """What hdet loses over all tasks and starts, with a probe and without."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     for method, before in ((HDET, ""), (DEFAULT, "no_probe_")):
         own = [row for row in rows if row.method == method]
         if not own:
             continue
         regrets = [row.regret for row in own]
-        told |= {
+        outcome |= {
             f"{before}median_regret_pct": median(regrets),
             f"{before}p90_regret_pct": quantile(regrets, 0.9),
             f"{before}worst_regret_pct": finite(max(regrets)),
             f"{before}harm_at_best_pct": at_best(own),
             f"{before}runs_lost": sum(map(is_lost, own)),
         }
-    return told
+    return outcome
 
 
 def at_best(rows: Sequence[Row]) -> float | None:
@@ -100,7 +100,7 @@ def of_tuning(rows: Sequence[Row], runs: Runs) -> dict[str, Any]:
 
 def of_peers(rows: Sequence[Row]) -> dict[str, Any]:
     """Wins over every peer, one pair for each seed and task, and their chance (sign test)."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     peers = [name for name, method in METHODS.items() if method.kind == "peer"]
     tried = [name for name in peers if any(row.method == name for row in rows)]
     beaten = 0
@@ -112,14 +112,14 @@ def of_peers(rows: Sequence[Row]) -> dict[str, Any]:
         won = {task: sum(mine < its for mine, its in own) for task, own in pairs.items()}
         for task, own in pairs.items():
             name = f"{word}_{task_word(task)}"
-            told |= {
+            outcome |= {
                 f"{name}_seeds_won": won[task],
                 f"{name}_seeds": len(own),
                 f"{name}_chance": sign_test(won[task], len(own)),
             }
         clear = sum(won[task] == len(own) for task, own in pairs.items())
         medians[peer] = median(medians_of(rows, peer).values())
-        told |= {
+        outcome |= {
             f"{word}_seeds_won": sum(won.values()),
             f"{word}_seeds_compared": sum(map(len, pairs.values())),
             f"{word}_tasks": len(tasks),
@@ -128,24 +128,24 @@ def of_peers(rows: Sequence[Row]) -> dict[str, Any]:
         }
         beaten += clear == len(tasks)
     best = min(medians, key=medians.__getitem__, default=None)
-    chances = [value for key, value in told.items() if key.endswith("_chance")]
+    chances = [value for key, value in outcome.items() if key.endswith("_chance")]
     return {
         "peers_compared": len(tried),
         "peers_beaten_on_every_seed": beaten,
         "least_chance_pct": 100 * min(chances, default=1.0),
         "best_peer": best,
         "best_peer_median_regret_pct": None if best is None else medians[best],
-        **told,
+        **outcome,
     }
 
 
 def of_methods(rows: Sequence[Row]) -> dict[str, Any]:
     """The regret of every method on all its tasks and on each, from the same starts."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     for method, own in by(from_common_starts(rows), lambda row: row.method).items():
         word = METHOD_WORDS[method]
         seeds = [row.seed for row in own]
-        told |= {
+        outcome |= {
             f"{word}_runs": len(own),
             f"{word}_lost": sum(map(is_lost, own)),
             f"{word}_seeds": f"{min(seeds)} to {max(seeds)}",
@@ -153,26 +153,26 @@ def of_methods(rows: Sequence[Row]) -> dict[str, Any]:
         }
         for task, part in by(own, lambda row: row.task).items():
             name = f"{word}_{task_word(task)}"
-            told |= _spread(name, [row.regret for row in part])
-            told[f"{name}_lost"] = sum(map(is_lost, part))
+            outcome |= _spread(name, [row.regret for row in part])
+            outcome[f"{name}_lost"] = sum(map(is_lost, part))
             if method == SCHEDULE_FREE:
-                told[f"schedule_free_at_best_{task_word(task)}_median_pct"] = at_best(part)
-    return told
+                outcome[f"schedule_free_at_best_{task_word(task)}_median_pct"] = at_best(part)
+    return outcome
 
 
 def of_grids(rows: Sequence[Row], runs: Runs) -> dict[str, Any]:
     """What needs no method: luck, the best learning rate, a short sweep, one default for all."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     luck = luck_of(runs)
     for task, own in by(runs, lambda run: run["job"]["task"]).items():
-        told[f"best_lr_{task_word(task)}"] = best_of_grid(full_runs(own))
+        outcome[f"best_lr_{task_word(task)}"] = best_of_grid(full_runs(own))
     for task, found in luck.items():
-        told[f"luck_{task_word(task)}_p90_pct"] = found.most
-        told[f"luck_{task_word(task)}_worst_pct"] = found.worst
+        outcome[f"luck_{task_word(task)}_p90_pct"] = found.most
+        outcome[f"luck_{task_word(task)}_worst_pct"] = found.worst
     if luck:
-        told["luck_worst_pct"] = max(found.worst for found in luck.values())
+        outcome["luck_worst_pct"] = max(found.worst for found in luck.values())
     for task, regrets in small_grids(runs).items():
-        told[f"sweep_same_steps_{task_word(task)}_median_pct"] = median(regrets)
+        outcome[f"sweep_same_steps_{task_word(task)}_median_pct"] = median(regrets)
     for task, default in defaults(runs, "AdamW").items():
-        told[f"one_default_{task_word(task)}_pct"] = finite(default.regret)
-    return told
+        outcome[f"one_default_{task_word(task)}_pct"] = finite(default.regret)
+    return outcome

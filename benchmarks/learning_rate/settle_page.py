@@ -124,7 +124,7 @@ def starts_of(rows: Sequence[Row], methods: Sequence[str]) -> str:
 
 
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""95 % of the time a mean of so few lies within so many of its standard errors."""
+"""The 95 % interval of a mean of few values, in standard errors."""
 
 
 def _mean(regrets: Sequence[float]) -> str:
@@ -215,15 +215,15 @@ def cells_of(text: str) -> list[list[str]]:
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
     """One file of several pieces; what is known twice is taken from the last."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     runs: dict[str, Any] = {}
     for path in paths:
         piece = json.loads(path.read_text())
         for name, value in piece.items():
             if name != "runs":
-                told[name] = _joined(told.get(name), value)
+                outcome[name] = _joined(outcome.get(name), value)
         runs.update({json.dumps(run["job"], sort_keys=True): run for run in piece["runs"]})
-    return {**told, "runs": list(runs.values())}
+    return {**outcome, "runs": list(runs.values())}
 
 
 def _joined(old: Any, new: Any) -> Any:
@@ -235,12 +235,12 @@ def _joined(old: Any, new: Any) -> Any:
 
 def main() -> None:
     paths = [Path(name) for name in sys.argv[1:]] or [RESULTS / "settle.json"]
-    told = merged(paths)
-    rows = rows_of(told["runs"])
-    numbers = flat(headline(rows, told["runs"]))
-    told = {**told, "headline": numbers, "tables": tables(rows, told["runs"])}
-    told["runs"] = told.pop("runs")  # the longest part comes last
-    (RESULTS / "settle.json").write_text(text_of(plain_json(told)))
+    outcome = merged(paths)
+    rows = rows_of(outcome["runs"])
+    numbers = flat(headline(rows, outcome["runs"]))
+    outcome = {**outcome, "headline": numbers, "tables": tables(rows, outcome["runs"])}
+    outcome["runs"] = outcome.pop("runs")  # the longest part comes last
+    (RESULTS / "settle.json").write_text(text_of(plain_json(outcome)))
     FIGURE.write_text(figure_of(rows))
     print(table_of(rows))
 

@@ -35,7 +35,7 @@ class Task(NamedTuple):
     batch: Callable[[int, int], tuple[Tensor, ...]]
     """A seed and a number of replicas -> a batch for each of them, joined."""
     held_out: Callable[[int, int], tuple[Tensor, ...]]
-    """The same of what nobody trains on."""
+    """The same on held-out data."""
     lr: float
 
 

@@ -154,7 +154,7 @@ def signals_of(
     task: Task, point: Point, settings: Settings, device: torch.device, repeat: int
 ) -> dict[str, dict[float, float]]:
     """Signal -> learning rate -> what it says after one cycle."""
-    told: dict[str, dict[float, float]] = {}
+    results: dict[str, dict[float, float]] = {}
     column = levels("latin", N, ["lr"], seed=0, cycle=0)[0]
     for name, tail in SIGNALS.items():
         batches = [task.held_out(repeat * 1000 + i, 1) for i in range(PROBE_BATCHES)]
@@ -173,8 +173,8 @@ def signals_of(
         row = line["losses" if tail is None else "scores"]
         finite = [value for value in row if value is not None]
         filled = [max(finite) if value is None else value for value in row]
-        told[name] = dict(zip(column, filled, strict=True))
-    return told
+        results[name] = dict(zip(column, filled, strict=True))
+    return results
 
 
 def rank_correlation(one: Mapping[float, float], other: Mapping[float, float]) -> float:

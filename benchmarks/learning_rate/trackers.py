@@ -265,8 +265,10 @@ def measured(
             f"x{start:g}": regrets[at * num : (at + 1) * num] for at, start in enumerate(starts)
         }
         found[name]["moved"] = [end.notes.get("moved") for end in ended]
-        told = "  ".join(f"x{s:g} {fmean(found[name][f'x{s:g}']):7.2f}" for s in starts)
-        print(f"{name:20} {told}  {[end.notes.get('moved') for end in ended][::num]}", flush=True)
+        results = "  ".join(f"x{s:g} {fmean(found[name][f'x{s:g}']):7.2f}" for s in starts)
+        print(
+            f"{name:20} {results}  {[end.notes.get('moved') for end in ended][::num]}", flush=True
+        )
     return found
 
 

@@ -6,7 +6,7 @@ The language model and the feed ranker, without a scout, from the best learning 
 four situations: as it should be; under a OneCycleLR that is twice as long as the run; under one
 that ends half-way, and holds what is left; with another text from the middle of the run on. Beside
 fixed learning rates from a quarter to four times that: `hdet.Tracker` over a spread with shared
-gradients, by a probe on the data of now, as the library has it, and the paper's preset. Regret is
+gradients, by a probe on the present data, as the library has it, and the paper's preset. Regret is
 against the best of the fixed ones in the same situation, on the same seeds.
 """
 
@@ -56,7 +56,7 @@ class Shifted:
         return batch
 
     def _probe(self, model: Any) -> Tensor:
-        """What is held out of the data of now."""
+        """Batches of the present data that are held out."""
         return self._both[self._made > self._half].probe(model)
 
 
@@ -119,8 +119,8 @@ def main() -> None:
         folder = options.data and Path(options.data)
         for about, (schedule, task) in situations(name, plan, folder, device).items():
             bench = Bench(task, plan, entry.half and on_gpu, on_gpu)
-            found[f"{name}: {about}"] = told = measured(bench, schedule, best)
-            shown = {key: round(value, 2) for key, value in told.items() if "moved" not in key}
+            found[f"{name}: {about}"] = results = measured(bench, schedule, best)
+            shown = {key: round(value, 2) for key, value in results.items() if "moved" not in key}
             print(f"{name}: {about}: {shown}", flush=True)
     write_result(
         options.out or RESULTS / "wrong.json",
@@ -132,12 +132,12 @@ def main() -> None:
 
 
 def headline(found: dict[str, Any]) -> dict[str, float]:
-    told = {}
+    results = {}
     for key, table in found.items():
         task, about = key.split(": ", 1)
         for name in ("fixed, x 1", "tracker", "paper"):
-            told[f"{TASK_WORDS[task]}_{about}_{name}_pct"] = table[name]
-    return told
+            results[f"{TASK_WORDS[task]}_{about}_{name}_pct"] = table[name]
+    return results
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def layout(cluster: Cluster, gpus: int, parameters: float) -> Layout:
 
 
 def all_reduce(cluster: Cluster, num: int, stride: int, num_bytes: float) -> float:
-    """Of `num` GPUs, each so many from the next: by a ring or by a tree, whichever is faster."""
+    """The time of `num` GPUs at this distance: by a ring or by a tree, the faster one."""
     if num < 2:
         return 0.0
     inside = num * stride <= cluster.host_gpus
@@ -117,10 +117,10 @@ def simulate(
 def end_of_cycle(cluster: Cluster, replicas: int, fits: Mapping[str, Coefficients]) -> float:
     """What does not depend on the model: launches, what replicas tell each other, the decision."""
     launches = fits["stacked_end"]["start"] + fits["stacked_end"]["replica"]
-    told = replicas * ROW_BYTES / cluster.wire_bandwidth
-    told += math.ceil(math.log2(replicas)) * cluster.wire_latency
+    results = replicas * ROW_BYTES / cluster.wire_bandwidth
+    results += math.ceil(math.log2(replicas)) * cluster.wire_latency
     decided = fits["decision"]["start"] + replicas * fits["decision"]["replica"]
-    return launches + told + decided
+    return launches + results + decided
 
 
 GPUS = (8, 64, 512, 4096)

@@ -8,7 +8,7 @@ The language model of the settling benchmark on stacked replicas, the same in a 
 (`long`), and one of the size of GPT-2 small (`large`), by the library itself: with a plain
 schedule, with scout and guard, and with a probe besides. The cost of a run is the share of its time
 that its scout took, plus whatever its rest took longer than the same steps of the plain run. All
-kinds of runs were begun once before, so that nobody is charged for what a process does once
+kinds of runs were begun once before, so that no kind is charged for work that a process does once
 (loading kernels, choosing algorithms), and AdamW is fused, as one would have it on a GPU: in a
 scout eight of them step instead of one. After their scouts the runs take turns at every step, each
 first as often as last, so that a machine that gets slower slows all; rounds of 50 steps are
@@ -262,33 +262,33 @@ def main() -> None:
     data, entry = options.data and Path(options.data), ENTRIES["language, AdamW"]
     out = options.out or RESULTS / ("cost.quick.json" if options.quick else "cost.json")
     known_file = read_result(out)
-    told = dict(known_file)
+    results = dict(known_file)
     if options.processes:
-        told["ddp"] = {**under_ddp(data), **made_with()}
+        results["ddp"] = {**under_ddp(data), **made_with()}
     elif options.launches:
-        told["launches"] = {**in_launches(entry.full, data), **made_with()}
+        results["launches"] = {**in_launches(entry.full, data), **made_with()}
     else:
         plans = {
             "": (entry.full, ROUNDS),
             "long_": (entry.full._replace(steps=LONG), FEW),
             "large_": (confirm.FULL, FEW),
         }
-        told |= stacked({"": (entry.quick, ROUNDS)} if options.quick else plans, data)
+        results |= stacked({"": (entry.quick, ROUNDS)} if options.quick else plans, data)
     parts = ("ddp", "launches")
-    known = told.get("headline", {}).items()
-    told["headline"] = {name: value for name, value in known if not name.startswith(parts)}
+    known = results.get("headline", {}).items()
+    results["headline"] = {name: value for name, value in known if not name.startswith(parts)}
     for part in parts:
-        numbers = told.get(part, {}).get("numbers", {})
-        told["headline"] |= {f"{part}_{name}": value for name, value in numbers.items()}
+        numbers = results.get(part, {}).get("numbers", {})
+        results["headline"] |= {f"{part}_{name}": value for name, value in numbers.items()}
     write_result(
         out,
-        headline=told["headline"],
-        settings=told.get("settings", {}),
+        headline=results["headline"],
+        settings=results.get("settings", {}),
         seeds=[0],
         kept=known_file if options.processes or options.launches else None,
-        **{part: told[part] for part in parts if part in told},
+        **{part: results[part] for part in parts if part in results},
     )
-    for name, value in told["headline"].items():
+    for name, value in results["headline"].items():
         print(f"{name}: {value:.3g}")
 
 

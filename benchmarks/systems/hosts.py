@@ -154,14 +154,14 @@ def work(gradients: Any, out: Path) -> None:
     for number in range(CYCLE * CYCLES):
         is_end = (number + 1) % CYCLE == 0
         if is_end or number % CYCLE == 0:
-            dist.barrier()  # whoever is late has nothing to do with it
+            dist.barrier()  # a late process must not count
         taken["end" if is_end else "step"].append(seconds(step))
         if is_end:
             dist.barrier()
             taken["all_reduce"].append(seconds(lambda: dist.all_reduce(flat)))
     if dist.get_rank() == 0:
-        told = {name: median(times) for name, times in taken.items()}
-        out.write_text(json.dumps({**told, "bytes": flat.nbytes}))
+        results = {name: median(times) for name, times in taken.items()}
+        out.write_text(json.dumps({**results, "bytes": flat.nbytes}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -175,13 +175,13 @@ def measure(rate: str) -> dict[str, Any]:
         "local, slow": ("local", rate),
         "shared, slow": ("shared", rate),
     }
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number in range(ROUNDS):
         for name, (gradients, slow) in cases.items():
-            found, known = trained(gradients, slow), told.get(name, {})
-            told[name] = {key: min(value, known.get(key, value)) for key, value in found.items()}
+            found, known = trained(gradients, slow), results.get(name, {})
+            results[name] = {key: min(value, known.get(key, value)) for key, value in found.items()}
         print(f"{number + 1} of {ROUNDS} rounds", flush=True)
-    return told
+    return results
 
 
 def trained(gradients: str, rate: str | None) -> dict[str, float]:
@@ -190,12 +190,12 @@ def trained(gradients: str, rate: str | None) -> dict[str, float]:
             hosts.shape(rate)
         out = Path(folder) / "told.json"
         hosts.torchrun("-m", "benchmarks.systems.hosts", "--work", gradients, "--out", str(out))
-        told: dict[str, float] = json.loads(out.read_text())
-    return told
+        results: dict[str, float] = json.loads(out.read_text())
+    return results
 
 
-def headline(told: dict[str, Any]) -> dict[str, float]:
-    free, slow, shared = (told[name] for name in ("local, free", "local, slow", "shared, slow"))
+def headline(results: dict[str, Any]) -> dict[str, float]:
+    free, slow, shared = (results[name] for name in ("local, free", "local, slow", "shared, slow"))
     return {
         "local_step_over_free_link": slow["step"] / free["step"],
         "end_of_cycle_over_all_reduce": (slow["end"] - slow["step"]) / slow["all_reduce"],
@@ -216,10 +216,12 @@ def main() -> None:
     if options.work is not None:
         work(options.work, options.out)
         return
-    told = measure(options.rate)
+    results = measure(options.rate)
     settings = {"rate": options.rate, "hosts": 2, "processes": 4, "cycle": CYCLE}
-    write_result(options.out, headline=headline(told), settings=settings, seeds=[], cases=told)
-    for name, value in headline(told).items():
+    write_result(
+        options.out, headline=headline(results), settings=settings, seeds=[], cases=results
+    )
+    for name, value in headline(results).items():
         print(f"{name}: {value:.4g}")
 
 

@@ -56,7 +56,7 @@ class Loop:
             isinstance(self.schedule, hdet.HDET) and (self.schedule.last_epoch + 1) % CYCLE == 0
         )
         if is_end and dist.is_initialized():
-            dist.barrier()  # whoever is late has nothing to do with it
+            dist.barrier()  # a late process must not count
         (self.ends if is_end else self.calls).append(seconds(lambda: self._advance(loss)))
 
     def window(self) -> float:
@@ -118,9 +118,9 @@ def mark() -> Any:
 
 def waits_of(call: Callable[[], Any]) -> dict[str, int]:
     """Of the host, as a profiler sees them, and where there is a GPU as CUDA itself does."""
-    with noted_by_cuda() as noted, profile(use_kineto=False) as told:
+    with noted_by_cuda() as noted, profile(use_kineto=False) as results:
         call()
-    seen = {"profiler": sum(event.name in WAITS for event in told.function_events or [])}
+    seen = {"profiler": sum(event.name in WAITS for event in results.function_events or [])}
     return {**seen, "cuda": len(noted)} if torch.cuda.is_available() else seen
 
 

@@ -130,13 +130,13 @@ def work(rank: int, settings: Settings, folder: str) -> None:
     ours.control()
     if rank == 0:
         print()
-        told = {
+        results = {
             **parts_of(plain, ours, bare),
             "waits": waits,
             "model_bytes": flat.nbytes,
             "cycle_bytes": cycle_bytes(Path(folder) / "run" / "record.jsonl"),
         }
-        (Path(folder) / "told.json").write_text(json.dumps(told))
+        (Path(folder) / "told.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -195,7 +195,7 @@ def measure_pair(
     parts = parts_of(plain, ours, [0.0])
     own = median(ours.device or [0.0]) - median(plain.device or [0.0])
     ahead = sum(ours.ahead) / max(len(ours.ahead), 1)
-    told = {
+    results = {
         "over_plain": ratios(parts),
         "side_by_side": fmean(ratios_seen),
         "side_by_side_error": stdev(ratios_seen) / math.sqrt(len(ratios_seen)),
@@ -206,8 +206,8 @@ def measure_pair(
         "host_syncs_of_an_item": ours.control(),
         "seconds": {**parts, "average": median(averages)},
     }
-    print(json.dumps(plain_json(told)), flush=True)
-    return told
+    print(json.dumps(plain_json(results)), flush=True)
+    return results
 
 
 def paired(plain: Loop, ours: Loop, number: int) -> float:
@@ -224,19 +224,19 @@ def busy(parts: dict[str, float], own: float, ahead: float) -> dict[str, float]:
     return {f"t{length}": 1 + (max(own, late) + end / length) / step for length in LENGTHS}
 
 
-def gpu_headline(told: dict[str, Any]) -> dict[str, float]:
+def gpu_headline(results: dict[str, Any]) -> dict[str, float]:
     return {
         f"h200_{engine}_{name}": value
         for engine in ENGINES
-        for name, value in gpu_numbers(told[engine]).items()
+        for name, value in gpu_numbers(results[engine]).items()
     }
 
 
-def gpu_numbers(told: dict[str, Any]) -> dict[str, float]:
+def gpu_numbers(results: dict[str, Any]) -> dict[str, float]:
     return {
-        **{f"{length}_over_plain": told["over_plain"][length] for length in ("t100", "t1000")},
-        **{f"{length}_busy": told["busy"][length] for length in ("t100", "t1000")},
-        "host_syncs_per_step": told["host_syncs_per_step"],
+        **{f"{length}_over_plain": results["over_plain"][length] for length in ("t100", "t1000")},
+        **{f"{length}_busy": results["busy"][length] for length in ("t100", "t1000")},
+        "host_syncs_per_step": results["host_syncs_per_step"],
     }
 
 
@@ -282,25 +282,25 @@ def main() -> None:
     out = options.out or RESULTS / ("overhead.quick.json" if options.quick else "overhead.json")
     known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if options.decisions:
-        told = {**known, "decision_ms": decisions(DECISIONS)}
-        told["headline"]["decision_ms_n64_k16"] = told["decision_ms"]["n64_k16"]
+        results = {**known, "decision_ms": decisions(DECISIONS)}
+        results["headline"]["decision_ms_n64_k16"] = results["decision_ms"]["n64_k16"]
     elif options.gpu:
-        told = {**known, "h200": measure_gpu(QUICK_ON_GPU if options.quick else ON_GPU)}
+        results = {**known, "h200": measure_gpu(QUICK_ON_GPU if options.quick else ON_GPU)}
     else:
-        told = {**known, **measure(QUICK if options.quick else FULL, quick=options.quick)}
-    if "h200" in told:
-        told["headline"] = {**told.get("headline", {}), **gpu_headline(told["h200"])}
-    parts = {key: value for key, value in told.items() if key in PARTS}
+        results = {**known, **measure(QUICK if options.quick else FULL, quick=options.quick)}
+    if "h200" in results:
+        results["headline"] = {**results.get("headline", {}), **gpu_headline(results["h200"])}
+    parts = {key: value for key, value in results.items() if key in PARTS}
     is_part = options.gpu or options.decisions
     write_result(
         out,
-        headline=told["headline"],
-        settings=told.get("settings", {}),
+        headline=results["headline"],
+        settings=results.get("settings", {}),
         seeds=[],
         kept=known if is_part else None,
         **parts,
     )
-    for name, value in told["headline"].items():
+    for name, value in results["headline"].items():
         print(f"{name}: {value:.5g}")
 
 

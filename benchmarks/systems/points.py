@@ -246,11 +246,11 @@ def measure(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> None:
     """What is known after each part is kept: a machine may be taken away."""
     begin = time.perf_counter()
     with torch.no_grad():
-        told: dict[str, Any] = {"stack": stacks(settings)}
-    told["decision"] = decisions(settings)
-    keep(told)
+        results: dict[str, Any] = {"stack": stacks(settings)}
+    results["decision"] = decisions(settings)
+    keep(results)
     for num in settings.processes:
         for kind, points in in_processes(num, settings).items():
-            told.setdefault(kind, []).extend(points)
-        keep(told)
+            results.setdefault(kind, []).extend(points)
+        keep(results)
         say(f"{num} processes: done after {time.perf_counter() - begin:.0f} s")

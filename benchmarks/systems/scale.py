@@ -80,20 +80,20 @@ def main() -> None:
 
     settings = points.QUICK if options.quick else points.FULL
 
-    def keep(told: dict[str, Any]) -> None:
-        write_result(out, headline={}, settings=settings._asdict(), seeds=[], points=told)
+    def keep(outcome: dict[str, Any]) -> None:
+        write_result(out, headline={}, settings=settings._asdict(), seeds=[], points=outcome)
 
     if options.measure:
         points.measure(settings, keep)
         return
-    told = json.loads(out.read_text())
+    outcome = json.loads(out.read_text())
     if options.decisions:  # plain Python: any machine will do
-        told["points"]["decision"] = points.decisions(points.FULL)
-    found = {**told, **plain_json(answer(told["points"])), "points": told["points"]}
+        outcome["points"]["decision"] = points.decisions(points.FULL)
+    found = {**outcome, **plain_json(answer(outcome["points"])), "points": outcome["points"]}
     found["tables"] = scale_page.tables(found)
     if options.decisions:  # else nothing was measured, and the file says with what it was made
         parts = {key: value for key, value in found.items() if key in PARTS}
-        found = write_result(out, seeds=[], kept=told, settings=told["settings"], **parts)
+        found = write_result(out, seeds=[], kept=outcome, settings=outcome["settings"], **parts)
     else:
         out.write_text(text_of(found))
     if options.out is None:

@@ -151,12 +151,12 @@ def fit(part: Part, known: Mapping[str, Sequence[Point]]) -> Fit:
     coefficients = min(tried, key=lambda found: loss(part, used, found))
 
     def checked(kept: Sequence[Point]) -> list[dict[str, float]]:
-        told = []
+        results = []
         for point in kept:
             said = predict(part.form, coefficients, point)
             error = 100 * (said / point[part.key] - 1)
-            told.append({**point, "predicted": said, "error_pct": error})
-        return told
+            results.append({**point, "predicted": said, "error_pct": error})
+        return results
 
     others = [point for point in known[part.kind] if not part.inside(point)]
     return Fit(

@@ -31,7 +31,7 @@ class Task:
     starts: dict[str, float] = field(default_factory=dict)
     """The start value of each knob; learning rates are explored as factors of it."""
     judged_cycles: int = 1
-    """Validation losses of so many last cycles are averaged, where single ones vary by chance."""
+    """The number of last cycles whose validation losses are averaged."""
     tail: float = 0.0
     """Of the probe; most best values are those for the weights as they stand."""
     schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] = lambda optimizer, steps: (
@@ -60,7 +60,7 @@ class Problem:
 
 
 def off(space: str, value: float, factor: float) -> float:
-    """A value that is so many times too low or too high, in its space."""
+    """A value that is too low or too high by this factor, in its space."""
     if space == "logit":
         odds = factor * value / (1 - value)
         return odds / (1 + odds)

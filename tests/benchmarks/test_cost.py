@@ -22,7 +22,7 @@ def test_scout_and_guard_ask_for_little_more_than_steps() -> None:
     anew in every round, and without a probe the forwards that score it; a guard's copy at the end
     of a cycle is a handful of launches."""
     plan = Plan("AdamW", 1500, N, 2e-3, Size(256, 8, 4, 2, 16))
-    told = counted(tasks.language(plan, None, torch.device("cpu")), plan)
-    assert told["losses_scout_pct"] < 5.0
-    assert told["probe_scout_pct"] < 4.5
-    assert told["probe_rest_pct"] < 0.1
+    results = counted(tasks.language(plan, None, torch.device("cpu")), plan)
+    assert results["losses_scout_pct"] < 5.0
+    assert results["probe_scout_pct"] < 4.5
+    assert results["probe_rest_pct"] < 0.1

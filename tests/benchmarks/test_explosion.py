@@ -16,9 +16,9 @@ def case(far: float) -> dict[str, Any]:
     grid = [[lr, 2.0 + 0.1 * math.log2(lr / BEST) ** 2] for lr in tried]
     lrs = [10.0 ** (place / 3 - 6) for place in range(24)]
     scores = [4.0 + 6.0 * (lr / BEST / far) ** 2 for lr in lrs]
-    told = {"lrs": lrs, "outset": 5.0, "noise": 1.0, "after 6": scores, "after 12": scores}
+    results = {"lrs": lrs, "outset": 5.0, "noise": 1.0, "after 6": scores, "after 12": scores}
     scouts = {"probe": [BEST, 2 * BEST, 2 * BEST], "losses": [BEST] * 3}
-    return {"optimizer": "AdamW", "grid": grid, "rounds": [told], "scouts": scouts}
+    return {"optimizer": "AdamW", "grid": grid, "rounds": [results], "scouts": scouts}
 
 
 def test_the_best_lies_between_those_of_the_grid() -> None:

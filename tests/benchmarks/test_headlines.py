@@ -27,42 +27,42 @@ from benchmarks.systems import hosts, scale, stacked
 Result = dict[str, Any]
 
 
-def of_settle(told: Result) -> dict[str, Any]:
-    return settle_headline.headline(regret.rows_of(told["runs"]), told["runs"])
+def of_settle(results: Result) -> dict[str, Any]:
+    return settle_headline.headline(regret.rows_of(results["runs"]), results["runs"])
 
 
-def of_knobs(told: Result) -> dict[str, Any]:
+def of_knobs(results: Result) -> dict[str, Any]:
     found = {
-        **headline(told["rows"], told["six"]),
-        **counts.counts(told["rows"], told["six"]),
+        **headline(results["rows"], results["six"]),
+        **counts.counts(results["rows"], results["six"]),
     }
     return {name: value for name, value in found.items() if value == value}
 
 
 HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
-    "confirm": lambda told: confirm.headline(told["rows"], told["settings"]["plan"][3]),
-    "curves": lambda told: curves.headline(told["cases"]),
-    "explosion": lambda told: explosion.headline(told["cases"]),
-    "hosts": lambda told: hosts.headline(told["cases"]),
+    "confirm": lambda results: confirm.headline(results["rows"], results["settings"]["plan"][3]),
+    "curves": lambda results: curves.headline(results["cases"]),
+    "explosion": lambda results: explosion.headline(results["cases"]),
+    "hosts": lambda results: hosts.headline(results["cases"]),
     "knobs": of_knobs,
     "knobs.fresh": of_knobs,
-    "rewind": lambda told: rewind.headline(told["tasks"]),
-    "scale": lambda told: scale.answer(told["points"])["headline"],
-    "scouts": lambda told: scouts.headline(told["scouts"]),
+    "rewind": lambda results: rewind.headline(results["tasks"]),
+    "scale": lambda results: scale.answer(results["points"])["headline"],
+    "scouts": lambda results: scouts.headline(results["scouts"]),
     "settle": of_settle,
-    "signals": lambda told: signals.headline(told["rows"]),
-    "spikes": lambda told: spikes.headline(told["losses"]),
-    "stacked": lambda told: stacked.headline(told["workloads"]),
-    "trackers": lambda told: trackers.headline(told["tasks"]),
-    "wrong": lambda told: wrong.headline(told["situations"]),
+    "signals": lambda results: signals.headline(results["rows"]),
+    "spikes": lambda results: spikes.headline(results["losses"]),
+    "stacked": lambda results: stacked.headline(results["workloads"]),
+    "trackers": lambda results: trackers.headline(results["tasks"]),
+    "wrong": lambda results: wrong.headline(results["situations"]),
 }
 
 
 @pytest.mark.parametrize("name", HEADLINES)
 def test_the_headline_follows_from_the_rows(name: str) -> None:
-    told = read_result(RESULTS / f"{name}.json")
-    found = plain_json(flat(HEADLINES[name](told)))
-    stored = {key: value for key, value in told["headline"].items() if key != "recompiles"}
+    results = read_result(RESULTS / f"{name}.json")
+    found = plain_json(flat(HEADLINES[name](results)))
+    stored = {key: value for key, value in results["headline"].items() if key != "recompiles"}
     assert found.keys() == stored.keys()
     for key, value in stored.items():
         is_number = isinstance(value, (int, float))
@@ -70,8 +70,8 @@ def test_the_headline_follows_from_the_rows(name: str) -> None:
 
 
 def test_the_tables_follow_from_the_rows() -> None:
-    told = read_result(RESULTS / "settle.json")
-    assert settle_page.tables(regret.rows_of(told["runs"]), told["runs"]) == told["tables"]
+    results = read_result(RESULTS / "settle.json")
+    assert settle_page.tables(regret.rows_of(results["runs"]), results["runs"]) == results["tables"]
 
 
 def test_the_knobs_end_where_the_pages_say() -> None:

@@ -16,13 +16,13 @@ def written(path: Path, **parts: Any) -> dict[str, Any]:
 
 
 def test_a_result_says_how_it_was_made(tmp_path: Path) -> None:
-    told = written(tmp_path / "new" / "a.json", rows=[{"loss": math.nan}, {"loss": 1 / 3}])
-    assert told == read_result(tmp_path / "new" / "a.json")
-    assert set(told) == {
+    results = written(tmp_path / "new" / "a.json", rows=[{"loss": math.nan}, {"loss": 1 / 3}])
+    assert results == read_result(tmp_path / "new" / "a.json")
+    assert set(results) == {
         *("headline", "commit", "date", "device", "versions", "seeds", "settings", "rows")
     }
-    assert set(told["versions"]) == {"python", "torch", "hdet"}
-    assert told["rows"] == [{"loss": None}, {"loss": 0.3333333}]
+    assert set(results["versions"]) == {"python", "torch", "hdet"}
+    assert results["rows"] == [{"loss": None}, {"loss": 0.3333333}]
 
 
 def test_there_is_nothing_in_a_file_that_does_not_exist(tmp_path: Path) -> None:
@@ -31,10 +31,10 @@ def test_there_is_nothing_in_a_file_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_rows_of_another_commit_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"commit": "0123456", "device": "NVIDIA H200; cpu"}
-    told = written(tmp_path / "a.json", kept=kept)
-    assert told["commit_note"] == result_file.SEVERAL
-    assert told["device"].split("; ")[:2] == ["NVIDIA H200", "cpu"]
-    same = written(tmp_path / "a.json", kept={**told, "commit": told["commit"]})
+    results = written(tmp_path / "a.json", kept=kept)
+    assert results["commit_note"] == result_file.SEVERAL
+    assert results["device"].split("; ")[:2] == ["NVIDIA H200", "cpu"]
+    same = written(tmp_path / "a.json", kept={**results, "commit": results["commit"]})
     assert "commit_note" not in same
 
 

@@ -28,10 +28,12 @@ def test_runs_go_on_from_the_weights_they_are_given() -> None:
     plain = rewind.trained(bench("AdamW"), legs)
     assert plain[0] == plain[1]
     fleet = bench("AdamW").fleet([0])
-    told = [tensor[0].clone() for tensor in rewind.tensors_of(fleet, bench("AdamW").rule(fleet))]
-    same = rewind.trained(bench("AdamW"), legs, [told, None])
+    results = [tensor[0].clone() for tensor in rewind.tensors_of(fleet, bench("AdamW").rule(fleet))]
+    same = rewind.trained(bench("AdamW"), legs, [results, None])
     assert same == plain
-    other = rewind.trained(bench("AdamW"), legs, [[torch.zeros_like(told[0]), *told[1:]], None])
+    other = rewind.trained(
+        bench("AdamW"), legs, [[torch.zeros_like(results[0]), *results[1:]], None]
+    )
     assert other[0] != plain[0]
     assert other[1] == plain[1]
 
@@ -57,8 +59,8 @@ def test_a_confirmation_is_beside_the_best_of_the_fixed_ones() -> None:
         {"method": "OneCycleLR", "start": 3.0, "live": {"loss": 4.0}},
         {"method": "hdet", "start": 0.01, "live": {"loss": 2.1}},
     ]
-    told = confirm.headline(rows, middle=1e-3)
-    assert told == {
+    results = confirm.headline(rows, middle=1e-3)
+    assert results == {
         "best_fixed_loss": 2.0,
         "regret_from_1e5_pct": pytest.approx(5.0),
         "worst_regret_pct": pytest.approx(5.0),

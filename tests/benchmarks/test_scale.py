@@ -141,22 +141,22 @@ def test_local_gradients_save_what_does_not_hide() -> None:
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     return json.loads((RESULTS / "scale.json").read_text())
 
 
-def test_the_file_is_what_its_points_say(told: dict[str, Any]) -> None:
-    found = scale.answer(told["points"])
-    assert found["headline"] == pytest.approx(told["headline"], rel=1e-4)
+def test_the_file_is_what_its_points_say(results: dict[str, Any]) -> None:
+    found = scale.answer(results["points"])
+    assert found["headline"] == pytest.approx(results["headline"], rel=1e-4)
     for name in ("model_error_pct", "decision_ms_n64_k16"):
-        assert math.isfinite(told["headline"][name])
+        assert math.isfinite(results["headline"][name])
 
 
 def test_the_tables_are_those_of_the_file_and_the_picture_well_formed(
-    told: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:
-    assert scale_page.tables(told) == told["tables"]
-    tables = {"a": told["table"], "b": told["table_ethernet"]}
+    assert scale_page.tables(results) == results["tables"]
+    tables = {"a": results["table"], "b": results["table_ethernet"]}
     root = ElementTree.fromstring(scale_page.figure_of(tables))
     lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 2 * len(scale_page.WAYS) * len(SIZES)

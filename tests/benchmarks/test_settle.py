@@ -148,7 +148,7 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
         piece = {"runs": [run("hdet", BEST, seed, 2.0)], "seconds": {name: 1.0}, "device": "cpu"}
         piece["settings"] = {"replicas": 8, "plans": {name: [seed]}}
         (tmp_path / name).write_text(json.dumps(piece))
-    told = settle_page.merged([tmp_path / name for name in "abc"])
-    assert len(told["runs"]) == 2
-    assert set(told["seconds"]) == set("abc")
-    assert told["settings"] == {"replicas": 8, "plans": {"a": [0], "b": [1], "c": [1]}}
+    results = settle_page.merged([tmp_path / name for name in "abc"])
+    assert len(results["runs"]) == 2
+    assert set(results["seconds"]) == set("abc")
+    assert results["settings"] == {"replicas": 8, "plans": {"a": [0], "b": [1], "c": [1]}}

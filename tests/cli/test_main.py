@@ -86,10 +86,10 @@ def test_report_with_damaged_lines_names_them_and_is_written(
     with (run_folder / "record.jsonl").open("a") as record:
         record.write("{broken\n")
     assert cli.main(["report", str(run_folder)]) == 0
-    told = capsys.readouterr()
-    assert told.out == f"{run_folder / 'report.html'}\n"
+    results = capsys.readouterr()
+    assert results.out == f"{run_folder / 'report.html'}\n"
     num = len((run_folder / "record.jsonl").read_text().splitlines())
-    assert f"line {num} skipped" in told.err
+    assert f"line {num} skipped" in results.err
     assert (run_folder / "report.html").stat().st_size > 1e6
 
 
@@ -121,9 +121,9 @@ def test_export_names_the_knobs_it_leaves_out(
     folder = tmp_path / "a"
     Run([hdet.lr(), hdet.weight_decay()], record=folder).go(6)
     assert cli.main(["export", str(folder)]) == 0
-    told = capsys.readouterr().err
-    assert "not in it, set them yourself: weight_decay (" in told
-    assert "lr" not in told
+    results = capsys.readouterr().err
+    assert "not in it, set them yourself: weight_decay (" in results
+    assert "lr" not in results
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     shown.stdout.readline()
     for _ in range(2):
         os.killpg(shown.pid, signal.SIGINT)
-    communicate(shown)  # until nobody holds the other end: also no replica
+    communicate(shown)  # ends when all processes have closed the pipe, replicas too
     assert shown.returncode == 130
     assert (tmp_path / "checkpoint.pt").exists()
 
@@ -209,16 +209,16 @@ def test_demo_resumes_after_ctrl_c(engine: str, tmp_path: Path) -> None:
     text, errors = communicate(stopped)
     assert stopped.returncode == 130, errors
     assert "the same command with --resume goes on" in text
-    told = reader.read(out / "hdet")
-    assert not told.damaged
-    assert not told.is_finished
-    assert 0 < told.last_step < 160
+    results = reader.read(out / "hdet")
+    assert not results.damaged
+    assert not results.is_finished
+    assert 0 < results.last_step < 160
     assert (out / "report.html").exists()
     torch.load(out / "checkpoint.pt", weights_only=True)
 
     kept = torch.load(out / "checkpoint.pt", weights_only=True)
     text = run(*command, "--resume").stdout
-    if engine == "stacked":  # the plain run is the one that nobody stopped
+    if engine == "stacked":  # the plain run was not stopped
         run("demo", *command[1:-1], tmp_path / "whole")
         ends = [
             torch.load(one / "checkpoint.pt", weights_only=True)
@@ -230,11 +230,11 @@ def test_demo_resumes_after_ctrl_c(engine: str, tmp_path: Path) -> None:
     assert "after 160 of 160 steps" in text
     assert f"report      {out / 'report.html'}" in text
     for name in ("hdet", "plain"):
-        told = reader.read(out / name)
-        assert told.is_finished
-        assert told.num_replicas == (1 if (engine, name) == ("stacked", "plain") else 2)
-        assert [cycle.step for cycle in told.cycles] == list(range(10, 161, 10))
-        assert told.measure("accuracy")[-1][1] > 0.9
+        results = reader.read(out / name)
+        assert results.is_finished
+        assert results.num_replicas == (1 if (engine, name) == ("stacked", "plain") else 2)
+        assert [cycle.step for cycle in results.cycles] == list(range(10, 161, 10))
+        assert results.measure("accuracy")[-1][1] > 0.9
     assert "the run in" in run(*command, "--resume", status=1).stderr
 
 
@@ -250,9 +250,9 @@ def test_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) 
     communicate(stop_soon)
     assert stop_soon.returncode == 130
     run("demo", *common, "--replicas", "2", "--engine", "processes", "--resume")
-    told = reader.read(tmp_path / "run" / "hdet")
-    assert told.is_finished
-    assert {len(cycle.losses) for cycle in told.cycles} == {2, 4}
+    results = reader.read(tmp_path / "run" / "hdet")
+    assert results.is_finished
+    assert {len(cycle.losses) for cycle in results.cycles} == {2, 4}
     assert "`--lr` must be" in run("demo", *common, "--lr", "0.1", "--resume", status=1).stderr
 
 

@@ -24,9 +24,9 @@ def test_one_record_has_all_kinds_of_events() -> None:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_record_is_read_without_damage(name: str) -> None:
-    told = summary_of(record_folder(name))
-    assert told["damaged"] == []
-    comparison.check(comparison.read(frozen_path("record", name)), told)
+    results = summary_of(record_folder(name))
+    assert results["damaged"] == []
+    comparison.check(comparison.read(frozen_path("record", name)), results)
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -39,5 +39,5 @@ def test_report_is_built(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_schedule_is_exported_and_played(name: str, tmp_path: Path) -> None:
-    told = export_of(record_folder(name), tmp_path / "schedule.json")
-    comparison.check(comparison.read(frozen_path("export", name)), told)
+    results = export_of(record_folder(name), tmp_path / "schedule.json")
+    comparison.check(comparison.read(frozen_path("export", name)), results)

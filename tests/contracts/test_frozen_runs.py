@@ -26,14 +26,14 @@ def test_frozen_run_is_reproduced(name: str, processes: Processes, tmp_path: Pat
 def test_frozen_run_of_torchft_is_reproduced(processes: Processes) -> None:
     pytest.importorskip("torchft")
     with lighthouse() as address:
-        told = processes(2, play_elastic, address)
-    comparison.check(comparison.read(frozen_path("run", "torchft")), told)
+        results = processes(2, play_elastic, address)
+    comparison.check(comparison.read(frozen_path("run", "torchft")), results)
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_saved_state_goes_on_as_before(name: str, processes: Processes) -> None:
-    told = on_every_process(processes, STATES[name].run, go_on, name)
-    comparison.check(comparison.read(frozen_path("state", name)), told)
+    results = on_every_process(processes, STATES[name].run, go_on, name)
+    comparison.check(comparison.read(frozen_path("state", name)), results)
 
 
 def test_differences_are_found() -> None:

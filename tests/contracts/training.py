@@ -19,7 +19,7 @@ import hdet
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 4, 5, 3, 8
 NUM_SHOWN = 5
-"""The trace keeps so many numbers of each parameter."""
+"""Numbers of each parameter that the trace keeps."""
 SEED = 11
 
 
@@ -47,7 +47,7 @@ class Plan:
     actions: Mapping[int, Callable[["Training"], None]] = field(default_factory=dict)
     """What happens before a step."""
     every: int = 1
-    """The trace has one row for so many steps."""
+    """Steps between two rows of the trace."""
 
 
 def net(dropout: float = 0.0, nudge: float = 0.0) -> nn.Module:
@@ -157,7 +157,7 @@ class Training:
         return [float(loss) for loss in losses.detach().reshape(-1)]
 
     def go(self, steps: int) -> dict[str, Any]:
-        """Make so many steps; what was seen on the way, and what there is at the end."""
+        """Train for some steps; return the trace and the end."""
         rows: dict[str, list[Any]] = {"steps": [], "lrs": [], "centre": [], "losses": []}
         knobs: dict[str, list[float]] = {}
         for number in range(steps):

@@ -12,9 +12,9 @@ from hdet.control.spike_guard import NEW_DATA_AFTER, NOISE_CYCLES, Guard, SpikeM
 
 
 def test_replica_is_excluded_for_a_loss_or_weights_that_are_not_finite() -> None:
-    verdict = check_health([1.0, math.inf, 1.0, None], [True, True, False, True], step=7)
-    assert verdict.fit == (0, 3)
-    assert verdict.excluded == {1: "loss is inf", 2: "weights are not finite"}
+    result = check_health([1.0, math.inf, 1.0, None], [True, True, False, True], step=7)
+    assert result.fit == (0, 3)
+    assert result.excluded == {1: "loss is inf", 2: "weights are not finite"}
 
 
 def test_replica_with_a_loss_far_above_the_others_is_an_outlier() -> None:
@@ -25,10 +25,10 @@ def test_replica_with_a_loss_far_above_the_others_is_an_outlier() -> None:
     assert watch.outliers([2.5, 2.6, 9.0, 2.4], [2.0] * 4) == {}  # noise
     assert watch.outliers([2.5, 2.6, 2.75, 2.6], [0.0] * 4) == {}  # a tenth of the gain is more
     assert watch.outliers([2.5, 9.0, None, 2.5], [0.0] * 4) == {}  # three may not know
-    verdict = check_health([2.5, 2.6, 9.0, math.nan], [True] * 4, step=1).without({2: "far"})
-    assert verdict.fit == (0, 1)
-    assert verdict.sound == (0, 1, 2)
-    assert verdict.excluded == {3: "loss is nan", 2: "far"}
+    result = check_health([2.5, 2.6, 9.0, math.nan], [True] * 4, step=1).without({2: "far"})
+    assert result.fit == (0, 1)
+    assert result.sound == (0, 1, 2)
+    assert result.excluded == {3: "loss is nan", 2: "far"}
 
 
 def test_error_names_the_causes_if_no_replica_is_healthy() -> None:
@@ -136,7 +136,7 @@ def test_consecutive_spikes_lower_the_scale_further_until_a_good_cycle() -> None
 @pytest.mark.parametrize("kind", ["plateau", "zero", "heavy", "lognormal", "rising", "falling"])
 @pytest.mark.parametrize("num", [1, 20])
 def test_healthy_run_is_rarely_rolled_back(kind: str, num: int) -> None:
-    """Eight replicas, thirty cycles of so many steps, noise as large as the loss."""
+    """Eight replicas, thirty cycles of `steps` steps, noise as large as the loss."""
     chance, hits = random.Random(0), 0
     draw = {
         "plateau": lambda cycle: chance.gauss(2, 1),

@@ -166,8 +166,8 @@ def test_relative_tracker_moves_groups_only_against_each_other(
     assert members[2] or scales[2] < 0.8  # any other knob moves as ever
     if len(rates) > 1:
         assert rates[1] > 1.05 > 0.99 > rates[0]
-    told = [move.reason for move, groups in zip(steered.moves, members, strict=True) if groups]
-    assert all("against the other groups" in reason for reason in told)
+    results = [move.reason for move, groups in zip(steered.moves, members, strict=True) if groups]
+    assert all("against the other groups" in reason for reason in results)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ def test_pages_with_results_have_no_number_without_a_marker(name: str) -> None:
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_every_result_file_says_how_it_was_made(path: Path) -> None:
-    told = json.loads(path.read_text())
-    assert set(META) <= set(told)
-    assert {"python", "torch", "hdet"} <= set(told["versions"])
-    assert told["headline"]
-    for key, value in told["headline"].items():
+    outcome = json.loads(path.read_text())
+    assert set(META) <= set(outcome)
+    assert {"python", "torch", "hdet"} <= set(outcome["versions"])
+    assert outcome["headline"]
+    for key, value in outcome["headline"].items():
         assert key.replace("_", "").isalnum() and key.islower(), key
         assert value is None or isinstance(value, (int, float, str)), key
 

@@ -395,18 +395,18 @@ def test_the_record_holds_every_knob(tmp_path: Path) -> None:
     from hdet.records.reader import read
 
     steered(tmp_path).go(6 * T)
-    told = read(tmp_path)
-    assert told.knob_names == [
+    results = read(tmp_path)
+    assert results.knob_names == [
         "weights", "biases", "weight_decay", "attention_temperature", "label_smoothing"
     ]  # fmt: skip
-    assert told.rate_names == ["weights", "biases"]
-    assert told.settings["probe"] == {"num": None, "mode": "min", "tail": 0.5}
-    assert [knob["name"] for knob in told.settings["knobs"]][:2] == ["lr", "weight_decay"]
-    for _, knob in told.knob("weight_decay"):
+    assert results.rate_names == ["weights", "biases"]
+    assert results.settings["probe"] == {"num": None, "mode": "min", "tail": 0.5}
+    assert [knob["name"] for knob in results.settings["knobs"]][:2] == ["lr", "weight_decay"]
+    for _, knob in results.knob("weight_decay"):
         assert len(set(knob.values)) == 2
         assert knob.slope is not None
         assert knob.space == "log"
-    reasons = {knob.decision for _, knob in told.knob("label_smoothing")}
+    reasons = {knob.decision for _, knob in results.knob("label_smoothing")}
     assert reasons <= {"up", "down", "abstain"}
 
 
@@ -518,13 +518,13 @@ def refuse_in_processes(rank: int) -> str:
 
 
 def test_a_knob_without_effect_is_refused_on_all_processes(processes: Processes) -> None:
-    assert all("has no effect" in told for told in processes(2, refuse_in_processes))
+    assert all("has no effect" in results for results in processes(2, refuse_in_processes))
 
 
 def test_different_knobs_on_two_replicas_are_refused(processes: Processes) -> None:
-    told = processes(2, differing_knobs)
+    results = processes(2, differing_knobs)
     assert all(
-        "replicas must be alike: `knobs.0.spread` is 0.5 on replica 0 and 0.7" in t for t in told
+        "replicas must be alike: `knobs.0.spread` is 0.5 on replica 0 and 0.7" in t for t in results
     )
 
 
@@ -775,14 +775,14 @@ def test_dropout_knob_with_a_probe_and_shared_gradients_warns() -> None:
     for gradients, wanted in (("shared", 1), ("local", 0)):
         base = ConstantLR(optimizer, factor=1.0)
         probe = hdet.Probe(lambda model: model(torch.ones(2, 3)).mean())
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as results:
             warnings.simplefilter("always")
             hdet.HDET(base, probe=probe, **{**given, "gradients": gradients})
-        texts = [str(one.message) for one in told]
+        texts = [str(one.message) for one in results]
         assert sum("cannot compare values of dropout" in text for text in texts) == wanted
 
 
-# What comes too late, or lies where nobody looks --------------------------------------------------
+# Knobs that are created too late, or that no code reads ------------------------------------
 
 
 class Attends(nn.Module):

@@ -93,9 +93,9 @@ def test_search_continues_a_partial_sweep_after_a_resume() -> None:
     one = Search(scout, num_replicas=2, total_steps=1000)
     seen: list[float] = []
     while not one.is_over:
-        told = json.loads(json.dumps(one.state_dict()))
+        results = json.loads(json.dumps(one.state_dict()))
         one = Search(scout, num_replicas=2, total_steps=1000)
-        one.load_state_dict(told)
+        one.load_state_dict(results)
         seen += one.factors
         points = [Observation(factor, curve(BEST / 300 * factor)) for factor in one.factors]
         one.record_round(points, None, 5.0)
@@ -149,10 +149,10 @@ def test_search_stays_within_its_share_of_the_run(total_steps: int, num_replicas
 def test_choice_keeps_a_margin_to_the_lowest_lost_learning_rate() -> None:
     scores = [5.0, 4.9, 4.5, 3.0, 2.0, None, None, None]
     points = [Observation(10.0**place, score) for place, score in enumerate(scores)]
-    verdict = judge_sweep(points)
-    assert verdict.lowest_lost == 1e5
-    assert verdict.factor is not None
-    assert verdict.factor <= 1e5 / 4
+    result = judge_sweep(points)
+    assert result.lowest_lost == 1e5
+    assert result.factor is not None
+    assert result.factor <= 1e5 / 4
 
 
 def test_estimate_for_the_full_batch_stays_below_what_is_lost() -> None:
@@ -174,28 +174,28 @@ def test_estimate_for_the_full_batch_stays_below_what_is_lost() -> None:
 
 def test_lost_learning_rate_below_the_best_score_limits_the_choice() -> None:
     scores = [5.0, 4.9, 4.5, None, 2.0, 3.0, None, None]
-    verdict = judge_sweep([Observation(10.0**place, score) for place, score in enumerate(scores)])
-    assert verdict.lowest_lost == 1e3
-    assert verdict.factor is not None
-    assert verdict.factor <= 1e3 / 4
+    result = judge_sweep([Observation(10.0**place, score) for place, score in enumerate(scores)])
+    assert result.lowest_lost == 1e3
+    assert result.factor is not None
+    assert result.factor <= 1e3 / 4
 
 
 def test_good_score_above_a_lost_learning_rate_is_ignored() -> None:
     """A model that was blown up and only guesses may score better than one that was not trained."""
     scores = [1.0, 2.5, 78.0, 0.92, 2e6, 4e6, None, None]
-    verdict = judge_sweep(
+    result = judge_sweep(
         [Observation(10.0**place, score) for place, score in enumerate(scores)], 1.4
     )
-    assert verdict.shift == -1
-    assert verdict.lowest_lost == 10
+    assert result.shift == -1
+    assert result.lowest_lost == 10
 
 
 def test_range_that_is_too_high_shifts_down() -> None:
     scores = [0.95, 0.94, 0.96, 0.94, 0.95, 0.97, 0.98, 0.95]
-    verdict = judge_sweep(
+    result = judge_sweep(
         [Observation(10.0**place, score) for place, score in enumerate(scores)], 1.4
     )
-    assert (verdict.shift, verdict.factor) == (-1, 1.0)
+    assert (result.shift, result.factor) == (-1, 1.0)
 
 
 def test_range_whose_finite_part_is_flat_but_good_shifts_down() -> None:
@@ -206,8 +206,8 @@ def test_range_whose_finite_part_is_flat_but_good_shifts_down() -> None:
     ]
     assert judge_sweep(points, 1.4).shift == -1
     flat = [Observation(1.0, 1.39, 0.05), Observation(10.0, 1.4, 0.05), points[2]]
-    verdict = judge_sweep(flat, 1.4)
-    assert (verdict.shift, verdict.factor, verdict.lowest_lost) == (0, None, 100.0)
+    result = judge_sweep(flat, 1.4)
+    assert (result.shift, result.factor, result.lowest_lost) == (0, None, 100.0)
 
 
 def test_divergence_threshold_decides_where_nothing_is_gained() -> None:
@@ -226,8 +226,8 @@ def test_divergence_threshold_decides_where_nothing_is_gained() -> None:
 def test_single_good_score_above_a_lost_learning_rate_is_no_gain() -> None:
     scores = [1.46, 1.42, 1.44, 80, 1.0, None, None, None]
     points = [Observation(10.0**place, score, 0.05) for place, score in enumerate(scores)]
-    verdict = judge_sweep(points, 1.4)
-    assert (verdict.factor, verdict.shift, verdict.lowest_lost) == (None, 0, 1e3)
+    result = judge_sweep(points, 1.4)
+    assert (result.factor, result.shift, result.lowest_lost) == (None, 0, 1e3)
     sure = judge_sweep([point._replace(error=0.0) for point in points], 1.4)
     assert (sure.factor, sure.shift, sure.lowest_lost) == (None, -1, 1e3)
 
@@ -269,8 +269,8 @@ def test_single_score_per_replica_counts_as_noisy() -> None:
     scores = [[2.29641], [2.29640], [2.29637], [2.29660], [2.29889], [2.29889]]
     factors = [0.01, 0.1, 1.0, 10.0, 30.0, 100.0]
     points = observations_of_round(factors, [None] * 6, [None] * 6, scores, [True] * 6)
-    verdict = judge_sweep(points, 2.2964)
-    assert verdict.factor is None and verdict.lowest_lost is None and verdict.shift == 1
+    result = judge_sweep(points, 2.2964)
+    assert result.factor is None and result.lowest_lost is None and result.shift == 1
 
 
 def test_chance_between_two_replicas_is_rarely_a_choice() -> None:
@@ -322,10 +322,10 @@ def test_single_bad_score_among_good_ones_is_not_lost() -> None:
     """From a run of fine-tuning: a learning rate that moves nothing has seen hard batches."""
     scores = [2.75, 2.87, 2.57, 2.64, 2.55, 2.54, 2.37, 2.68, 4.7, 7.38, 13.2, 32.5, 367.0, None]
     points = [Observation(10.0**place, score, 0.07) for place, score in enumerate(scores)]
-    verdict = judge_sweep(points, 2.555)
-    assert verdict.lowest_lost == 1e8
+    result = judge_sweep(points, 2.555)
+    assert result.lowest_lost == 1e8
     alone = [*points[:8], points[8]._replace(score=4.7)]
-    assert judge_sweep(alone, 2.555).lowest_lost == 1e8  # nobody above it says otherwise
+    assert judge_sweep(alone, 2.555).lowest_lost == 1e8  # no higher learning rate contradicts it
 
 
 def test_single_loss_that_is_not_finite_is_not_lost() -> None:
@@ -333,10 +333,10 @@ def test_single_loss_that_is_not_finite_is_not_lost() -> None:
     losses = [2.0, 1.9, math.nan, 1.2, 1.0, 1.5, 9.0, 90.0]
     factors = [10.0**place for place in range(8)]
     points = observations_of_round(factors, losses, [0.01] * 8, None, [True] * 8)
-    verdict = judge_sweep(points, 2.0)
-    assert verdict.lowest_lost == 1e6
-    assert verdict.factor is not None
-    assert 1e3 < verdict.factor <= 1e4
+    result = judge_sweep(points, 2.0)
+    assert result.lowest_lost == 1e6
+    assert result.factor is not None
+    assert 1e3 < result.factor <= 1e4
     broken = observations_of_round(
         factors, losses, [0.01] * 8, None, [True, True, False, *[True] * 5]
     )
@@ -370,7 +370,7 @@ def test_refinement_tries_learning_rates_around_the_choice_in_longer_rounds() ->
 
 
 def fall(lr: float, steps: int) -> float:
-    """The loss of weights that have far to go: what gains most in so many steps is 1 / steps."""
+    """The loss of weights that have far to go: the best learning rate of k steps is 1 / k."""
     return 2 - 1 / (1 + math.log(lr * steps) ** 2)
 
 
@@ -488,10 +488,10 @@ def test_range_in_which_all_replicas_diverge_shifts_down() -> None:
 def test_start_score_by_losses_is_the_mean_of_all_rounds() -> None:
     """The first losses of a few replicas are chance: those of all rounds are less so."""
     found = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
-    told = iter([2.0, 3.0, 4.0])
+    results = iter([2.0, 3.0, 4.0])
     while not found.is_over:
         found.record_round(
-            [Observation(f, curve(BEST * f)) for f in found.factors], None, 3 + next(told)
+            [Observation(f, curve(BEST * f)) for f in found.factors], None, 3 + next(results)
         )
     assert found.start_score == 5.5
 
@@ -529,7 +529,7 @@ def test_constant_in_the_loss_hardly_moves_the_divergence_threshold(
         return place
 
     assert found(4.0, scale, 0.0) == pytest.approx(found(4.0, 1.0, 0.0))
-    assert found(4.0, scale, shift) <= 84**0.5 * 1.001  # twenty gains above the outset
+    assert found(4.0, scale, shift) <= 84**0.5 * 1.001  # twenty gains above the start
     assert found(4.0, scale, -1e6) == pytest.approx(84**0.5, rel=1e-3)
 
 
@@ -726,11 +726,11 @@ def test_refinement_with_a_noisy_best_keeps_most_of_the_gain() -> None:
 
 def test_choice_is_the_lowest_of_nearly_equal_scores() -> None:
     scores = [5.55, 5.5, 5.2, 3.9, 3.44, 3.88, 3.4, 4.6, 120.0]
-    verdict = judge_sweep(
+    result = judge_sweep(
         [Observation(10.0 ** (place / 2), score) for place, score in enumerate(scores)]
     )
-    assert verdict.factor is not None
-    assert 10**1.5 < verdict.factor <= 10**2
+    assert result.factor is not None
+    assert 10**1.5 < result.factor <= 10**2
 
 
 def test_batch_rules_without_known_noise() -> None:
@@ -744,7 +744,7 @@ def test_equal_scores_keep_the_given_learning_rate() -> None:
         found = search(1.0, lambda lr: 1.0, num_replicas=num_replicas)
         assert Reason.ONLY_NOISE in found.reasons
         assert found.estimate().factor == 1.0
-        assert found.num_steps > 0  # whoever still asks gets an answer
+        assert found.num_steps > 0  # also after the end of the search
 
 
 @pytest.mark.parametrize("num", [8, 16, 64])
@@ -806,10 +806,10 @@ def test_search_continues_from_its_state() -> None:
             one.record_round(
                 [Observation(factor, curve(BEST * 100 * factor)) for factor in one.factors]
             )
-        told = json.loads(json.dumps(cut.state_dict()))
+        results = json.loads(json.dumps(cut.state_dict()))
         if not whole.is_over:
             cut = Search(hdet.Scout(), num_replicas=2, total_steps=100_000)
-            cut.load_state_dict(told)
+            cut.load_state_dict(results)
     assert (cut.found, cut.reasons) == (whole.found, whole.reasons)
 
 
@@ -894,9 +894,9 @@ def test_choice_without_a_confirming_refinement_stays_away_from_the_divergence_t
             Observation(f, score, 0.01) for f, score in zip(search.factors, scores, strict=True)
         ]
         search.record_round(points, GradientNorms(1.0, 1.0), 2.0)
-        told = zip(search.factors, close, strict=True)
+        results = zip(search.factors, close, strict=True)
         search.record_round(
-            [Observation(f, score, 0.05) for f, score in told], GradientNorms(1.0, 1.0)
+            [Observation(f, score, 0.05) for f, score in results], GradientNorms(1.0, 1.0)
         )
         assert search.is_over
         assert search.divergence is not None
@@ -907,4 +907,6 @@ def test_choice_without_a_confirming_refinement_stays_away_from_the_divergence_t
     assert flat.reason is Reason.ROUNDS_TOO_SHORT
     assert flat.factor == pytest.approx(1 / 60, rel=1e-6)
     assert begun([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.5]).reason is not Reason.ROUNDS_TOO_SHORT
-    assert begun([2.0] * 8, "SGD").reason is not Reason.ROUNDS_TOO_SHORT  # nobody has tried
+    assert (
+        begun([2.0] * 8, "SGD").reason is not Reason.ROUNDS_TOO_SHORT
+    )  # the rule was not measured with SGD

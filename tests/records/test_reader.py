@@ -40,56 +40,56 @@ def test_reader_reads_what_the_recorder_writes(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.step(losses)
     scheduler.note("the end", loss=0.5, accuracy=0.25)
-    told = read(tmp_path)
-    assert (told.damaged, told.dropped, told.is_finished) == ((), 0, True)
-    assert (told.num_replicas, told.starts[0].replicas.kind) == (3, "StackedReplicas")
-    assert (told.starts[0].device, set(told.versions)) == ("cpu", {"hdet", "python", "torch"})
-    for cycle in told.cycles:
+    results = read(tmp_path)
+    assert (results.damaged, results.dropped, results.is_finished) == ((), 0, True)
+    assert (results.num_replicas, results.starts[0].replicas.kind) == (3, "StackedReplicas")
+    assert (results.starts[0].device, set(results.versions)) == ("cpu", {"hdet", "python", "torch"})
+    for cycle in results.cycles:
         assert len(cycle.losses) == len(cycle.loss_errors) == len(cycle.distances) == 3
         assert all(value is not None and value > 0 for value in cycle.distances)
         assert cycle.lr_trace.steps[-1] == cycle.step - 1
-    assert told.cycles[-1].knobs[0].hypergradient_error is not None
-    assert told.notes[0].text == "the end"
-    assert told.measure("accuracy") == [(12, 0.25)]
+    assert results.cycles[-1].knobs[0].hypergradient_error is not None
+    assert results.notes[0].text == "the end"
+    assert results.measure("accuracy") == [(12, 0.25)]
 
 
 def test_complete_record_is_read(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=10, excluded={3: 2})
-    told = read(run)
-    assert told.name == "a"
-    assert told == read(run / "record.jsonl")
-    assert told.settings["sync_every"] == 25
-    assert told.versions["hdet"] == "0.1.0"
-    assert told.is_finished
-    assert (told.last_step, told.total_steps, told.num_replicas) == (250, 250, 4)
-    assert [c.step for c in told.cycles] == list(range(25, 251, 25))
-    assert told.knob_names == ["embedding", "blocks"]
-    assert told.excluded == [(100, 2, "loss is not finite")]
-    assert told.cycles[3].losses[2] is None
-    assert [step for step, _ in told.measure("loss")] == [125, 250]
-    assert told.measure_names == ["loss", "accuracy"]
-    assert (told.damaged, told.dropped) == ((), 0)
-    first = told.cycles[0].knobs[0]
+    results = read(run)
+    assert results.name == "a"
+    assert results == read(run / "record.jsonl")
+    assert results.settings["sync_every"] == 25
+    assert results.versions["hdet"] == "0.1.0"
+    assert results.is_finished
+    assert (results.last_step, results.total_steps, results.num_replicas) == (250, 250, 4)
+    assert [c.step for c in results.cycles] == list(range(25, 251, 25))
+    assert results.knob_names == ["embedding", "blocks"]
+    assert results.excluded == [(100, 2, "loss is not finite")]
+    assert results.cycles[3].losses[2] is None
+    assert [step for step, _ in results.measure("loss")] == [125, 250]
+    assert results.measure_names == ["loss", "accuracy"]
+    assert (results.damaged, results.dropped) == ((), 0)
+    first = results.cycles[0].knobs[0]
     assert len(first.values) == 4
     assert first.decision in ("up", "down", "stay")
 
 
 def test_early_record_without_times_and_distances_is_read(tmp_path: Path) -> None:
     start = {"event": "run", "settings": {"total_steps": None}, "versions": {}}
-    told = read(write_lines(tmp_path, [start, cycle(10)]))
-    assert told.damaged == ()
-    assert told.total_steps is None
-    assert not told.is_finished
-    assert told.cycles[0].distances == ()
-    assert told.cycles[0].converge.seconds is None
+    results = read(write_lines(tmp_path, [start, cycle(10)]))
+    assert results.damaged == ()
+    assert results.total_steps is None
+    assert not results.is_finished
+    assert results.cycles[0].distances == ()
+    assert results.cycles[0].converge.seconds is None
 
 
 def test_search_is_read(tmp_path: Path) -> None:
-    (told,) = read(write_sample(tmp_path, cycles=2, scouted=True)).scouts
-    assert told is not None
-    assert (told.step, told.found, told.points[-1].score) == (12, 2.0, None)
-    assert [point.factor for point in told.points[:2]] == [0.01, 0.04]
-    assert (told.refined[0].factor, told.refined[0].score) == (1.0, 3.4)
+    (results,) = read(write_sample(tmp_path, cycles=2, scouted=True)).scouts
+    assert results is not None
+    assert (results.step, results.found, results.points[-1].score) == (12, 2.0, None)
+    assert [point.factor for point in results.points[:2]] == [0.01, 0.04]
+    assert (results.refined[0].factor, results.refined[0].score) == (1.0, 3.4)
 
 
 def test_events_that_a_resume_supersedes_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_events_that_a_resume_supersedes_are_dropped_and_counted(tmp_path: Path)
         *({"event": "converge", "step": 20}, cycle(30), note, {"event": "converge", "step": 35}),
         *({"event": "run", "settings": {}}, {"event": "resume", "step": 20}, cycle(30)),
     ]
-    told = read(write_lines(tmp_path, lines))
-    assert [c.step for c in told.cycles] == [10, 20, 30]
-    assert [c.step for c in told.converges] == [20]
-    assert told.notes == ()
-    assert (told.dropped, told.resumes, len(told.starts)) == (3, (20,), 2)
+    results = read(write_lines(tmp_path, lines))
+    assert [c.step for c in results.cycles] == [10, 20, 30]
+    assert [c.step for c in results.converges] == [20]
+    assert results.notes == ()
+    assert (results.dropped, results.resumes, len(results.starts)) == (3, (20,), 2)
 
 
 def test_run_resumed_twice_keeps_the_last_branch(tmp_path: Path) -> None:
@@ -111,24 +111,24 @@ def test_run_resumed_twice_keeps_the_last_branch(tmp_path: Path) -> None:
     lines = [cycle(step) for step in steps]
     lines += [{"event": "resume", "step": 30}, cycle(40)]
     lines += [{"event": "resume", "step": 10}, cycle(20)]
-    told = read(write_lines(tmp_path, lines))
-    assert [c.step for c in told.cycles] == [10, 20]
-    assert (told.resumes, told.dropped) == ((10,), 4)
+    results = read(write_lines(tmp_path, lines))
+    assert [c.step for c in results.cycles] == [10, 20]
+    assert (results.resumes, results.dropped) == ((10,), 4)
 
 
 def test_run_started_over_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
     lines = [cycle(10), cycle(20), {"event": "run", "settings": {}}, cycle(10, losses=[5.0, 5.0])]
-    told = read(write_lines(tmp_path, lines))
-    assert [c.losses for c in told.cycles] == [(5.0, 5.0)]
-    assert told.dropped == 2
+    results = read(write_lines(tmp_path, lines))
+    assert [c.losses for c in results.cycles] == [(5.0, 5.0)]
+    assert results.dropped == 2
 
 
 def test_resume_may_change_the_number_of_replicas(tmp_path: Path) -> None:
     write_lines(tmp_path, Sample(cycles=6, total_cycles=10).lines())
-    told = read(write_lines(tmp_path, Sample(cycles=10, replicas=7).lines(first=4)))
-    assert [len(c.losses) for c in told.cycles] == [4] * 4 + [7] * 6
-    assert (told.num_replicas, told.most_replicas) == (7, 7)
-    assert told.is_finished
+    results = read(write_lines(tmp_path, Sample(cycles=10, replicas=7).lines(first=4)))
+    assert [len(c.losses) for c in results.cycles] == [4] * 4 + [7] * 6
+    assert (results.num_replicas, results.most_replicas) == (7, 7)
+    assert results.is_finished
 
 
 @pytest.mark.parametrize(
@@ -156,30 +156,30 @@ def test_resume_may_change_the_number_of_replicas(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_line_is_skipped_and_listed(tmp_path: Path, line: str | bytes, cause: str) -> None:
-    told = read(raw(tmp_path, json.dumps(cycle(20)), line, json.dumps(cycle(30)), ""))
-    assert [c.step for c in told.cycles] == [20, 30]
-    ((number, why),) = told.damaged
+    results = read(raw(tmp_path, json.dumps(cycle(20)), line, json.dumps(cycle(30)), ""))
+    assert [c.step for c in results.cycles] == [20, 30]
+    ((number, why),) = results.damaged
     assert number == 2
     assert cause in why
 
 
 def test_half_written_last_line_is_named_as_such(tmp_path: Path) -> None:
-    told = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))[:40]))
-    assert [c.step for c in told.cycles] == [10]
-    ((number, why),) = told.damaged
+    results = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))[:40]))
+    assert [c.step for c in results.cycles] == [10]
+    ((number, why),) = results.damaged
     assert (number, why) == (2, "half written: the last line has no end")
 
 
 def test_complete_last_line_without_newline_is_read(tmp_path: Path) -> None:
-    told = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))))
-    assert [c.step for c in told.cycles] == [10, 20]
-    assert told.damaged == ()
+    results = read(raw(tmp_path, json.dumps(cycle(10)), json.dumps(cycle(20))))
+    assert [c.step for c in results.cycles] == [10, 20]
+    assert results.damaged == ()
 
 
 def test_unicode_line_separator_in_a_text_does_not_end_the_line(tmp_path: Path) -> None:
     note = {"event": "note", "step": 1, "text": "a\u2028b"}
-    told = read(raw(tmp_path, json.dumps(note, ensure_ascii=False), ""))
-    assert told.notes[0].text == "a\u2028b"
+    results = read(raw(tmp_path, json.dumps(note, ensure_ascii=False), ""))
+    assert results.notes[0].text == "a\u2028b"
 
 
 @pytest.mark.parametrize("number", ["null", "NaN", "Infinity", "1e999", "1" + "0" * 400])
@@ -189,16 +189,16 @@ def test_number_that_is_not_finite_counts_as_missing(tmp_path: Path, number: str
 
 
 def test_unknown_events_and_fields_are_ignored(tmp_path: Path) -> None:
-    told = read(write_lines(tmp_path, [{"event": "eclipse"}, cycle(10, moon="full")]))
-    assert len(told.cycles) == 1
-    assert told.damaged == ()
+    results = read(write_lines(tmp_path, [{"event": "eclipse"}, cycle(10, moon="full")]))
+    assert len(results.cycles) == 1
+    assert results.damaged == ()
 
 
 def test_note_on_an_earlier_step_is_sorted_in(tmp_path: Path) -> None:
     notes = [{"event": "note", "step": step, "measures": {"loss": step}} for step in (30, 10, 20)]
-    told = read(write_lines(tmp_path, notes))
-    assert told.measure("loss") == [(10, 10.0), (20, 20.0), (30, 30.0)]
-    assert told.last_step == 30
+    results = read(write_lines(tmp_path, notes))
+    assert results.measure("loss") == [(10, 10.0), (20, 20.0), (30, 30.0)]
+    assert results.last_step == 30
 
 
 def test_newer_schema_is_refused(tmp_path: Path) -> None:
@@ -225,17 +225,17 @@ def test_names_of_schema_1_are_read(tmp_path: Path) -> None:
         },
         cycle(10, knobs=[knob], course=course),
     ]
-    told = read(write_lines(tmp_path, [{"schema": 1, **line} for line in lines]))
-    (search,) = told.scouts
-    assert told.starts[0].replicas.kind == "SingleReplica"
+    results = read(write_lines(tmp_path, [{"schema": 1, **line} for line in lines]))
+    (search,) = results.scouts
+    assert results.starts[0].replicas.kind == "SingleReplica"
     assert (search.mid_run, search.compared_by, search.factor_reason) == (True, "probe", "known")
     assert (search.lowest_lost, search.divergence) == (8.0, 16.0)
     assert search.refined[0].bad_batch
     assert search.reference_lrs == {"close": 0.1}  # a group may have any name
-    entry = told.cycles[0].knobs[0]
+    entry = results.cycles[0].knobs[0]
     assert (entry.evidence, entry.evidence_variance) == (1.5, 2.0)
     assert (entry.max_move, entry.spread_share) == (3.0, 0.5)
-    assert told.cycles[0].lr_trace.steps == (8, 9)
+    assert results.cycles[0].lr_trace.steps == (8, 9)
 
 
 def test_missing_record_is_an_error_that_names_the_path(tmp_path: Path) -> None:
@@ -246,16 +246,21 @@ def test_missing_record_is_an_error_that_names_the_path(tmp_path: Path) -> None:
 
 
 def test_empty_record_is_an_empty_history(tmp_path: Path) -> None:
-    told = read(raw(tmp_path, ""))
-    assert told.is_empty
-    assert not told.is_finished
-    assert (told.cycles, told.settings, told.num_replicas, told.last_step) == ((), {}, None, 0)
+    results = read(raw(tmp_path, ""))
+    assert results.is_empty
+    assert not results.is_finished
+    assert (results.cycles, results.settings, results.num_replicas, results.last_step) == (
+        (),
+        {},
+        None,
+        0,
+    )
 
 
 def test_impossible_number_of_replicas_is_damage(tmp_path: Path) -> None:
     line = json.dumps({"event": "run", "replicas": {"size": 2**50}})
-    told = read(raw(tmp_path / "a", line, ""))
-    assert told.damaged[0].cause.startswith("the number of replicas is not plausible")
+    results = read(raw(tmp_path / "a", line, ""))
+    assert results.damaged[0].cause.startswith("the number of replicas is not plausible")
 
 
 def test_error_names_the_runs_below_the_folder(tmp_path: Path) -> None:

@@ -195,9 +195,9 @@ def test_stages_of_a_pipeline_equal_the_reference(processes: Processes) -> None:
         lam=0.7,
         shared=False,
     )
-    told = processes(4, pipelined)
+    results = processes(4, pipelined)
     for replica in (0, 1):
-        weights = [*told[2 * replica], *told[2 * replica + 1]]
+        weights = [*results[2 * replica], *results[2 * replica + 1]]
         for mine, theirs in zip(weights, want.parameters[replica], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
@@ -276,12 +276,12 @@ class Told(NamedTuple):
 
 
 class Trained(NamedTuple):
-    told: list[Told]
+    results: list[Told]
     folder: Path
 
 
 def train_all(rank: int, folder: str) -> Told:
-    # Of tensor parallelism under FSDP2; nobody changes an output in place here.
+    # Of tensor parallelism under FSDP2; no output is changed in place here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # In one call: tensor parallelism keeps the groups of a mesh by name.
     runs = [train(rank, *case, f"{folder}/{number}") for number, case in enumerate(CASES)]
@@ -307,8 +307,8 @@ def test_a_sharded_replica_equals_the_reference_on_the_whole_model(
     trained: Trained, case: tuple[str, str, str]
 ) -> None:
     number, want = CASES.index(case), expected(*case)
-    for process, told in enumerate(trained.told):
-        pairs = zip(told.weights[number], want.parameters[process // 2], strict=True)
+    for process, results in enumerate(trained.results):
+        pairs = zip(results.weights[number], want.parameters[process // 2], strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     record = trained.folder / str(number) / "record.jsonl"
@@ -424,8 +424,8 @@ def test_sharded_run_with_all_features_equals_an_unsharded_one(
 ) -> None:
     want, knobs = small(None, what)
     assert what == "knobs" or knobs["lr/group0"] != 1
-    for told in alike:
-        got, found = told[what]
+    for results in alike:
+        got, found = results[what]
         assert found == pytest.approx(knobs, rel=1e-8)
         for ours, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
@@ -492,24 +492,24 @@ def in_short(
 
 
 def one_of_all(rank: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     mesh = mesh_of_four()
     replicas = hdet.ProcessReplicas(mesh["replicate"])
-    told["place"] = (replicas.size, list(replicas.local), replicas.parts, replicas.part)
+    results["place"] = (replicas.size, list(replicas.local), replicas.parts, replicas.part)
 
     model: nn.Module = net()
     fully_shard(model, mesh=mesh)
     two_steps(rank, model, *started(model, replicas))
-    told["after nan"] = [whole(p).detach() for p in model.parameters()]
+    results["after nan"] = [whole(p).detach() for p in model.parameters()]
 
     model = net()
     fully_shard(model, mesh=mesh)
     hdet.perturb_(model, 0.1, replicas=replicas, seed=7)
-    told["perturbed"] = [whole(p).detach() for p in model.parameters()]
+    results["perturbed"] = [whole(p).detach() for p in model.parameters()]
     started(model, replicas)
 
-    told["in short"] = in_short(rank, mesh, replicas, "int8")
-    told["at length"] = in_short(rank, mesh, replicas, None)
+    results["in short"] = in_short(rank, mesh, replicas, "int8")
+    results["at length"] = in_short(rank, mesh, replicas, None)
 
     everywhere = init_device_mesh("cpu", (4,))
     table = distribute_tensor(torch.arange(8.0), everywhere, [Shard(0)])
@@ -518,11 +518,11 @@ def one_of_all(rank: int) -> dict[str, Any]:
     optimizer, scheduler = started(bag, named)
     local(bag.across).add_(rank)
     two_steps(rank, bag, optimizer, scheduler)
-    told["kept out"] = (local(bag.across).tolist(), bag.experts["own"].tolist())
+    results["kept out"] = (local(bag.across).tolist(), bag.experts["own"].tolist())
 
     model = net()
     fully_shard(model, mesh=everywhere)
-    told["refused"] = []
+    results["refused"] = []
     for case in (
         lambda: started(model, hdet.ProcessReplicas()),
         lambda: started(bag, hdet.ProcessReplicas(mesh["replicate"], keep_out=["nobody.*"])),
@@ -531,25 +531,27 @@ def one_of_all(rank: int) -> dict[str, Any]:
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             case()
-        told["refused"].append(str(error.value))
-    return told
+        results["refused"].append(str(error.value))
+    return results
 
 
 @pytest.fixture(scope="module")
-def told(fresh: Processes) -> list[dict[str, Any]]:
+def results(fresh: Processes) -> list[dict[str, Any]]:
     return fresh(4, one_of_all)
 
 
-def test_process_knows_its_replica_and_part(told: list[dict[str, Any]]) -> None:
-    places = [each["place"] for each in told]
+def test_process_knows_its_replica_and_part(results: list[dict[str, Any]]) -> None:
+    places = [each["place"] for each in results]
     assert places == [(2, [r], 2, part) for r in (0, 1) for part in (0, 1)]
 
 
-def test_compressed_average_of_shards_is_close_to_the_exact_one(told: list[dict[str, Any]]) -> None:
+def test_compressed_average_of_shards_is_close_to_the_exact_one(
+    results: list[dict[str, Any]],
+) -> None:
     first = [p.detach() for p in net().parameters()]
-    for each in told:
+    for each in results:
         for mine, same, exact, begun in zip(
-            each["in short"], told[0]["in short"], each["at length"], first, strict=True
+            each["in short"], results[0]["in short"], each["at length"], first, strict=True
         ):
             assert mine.equal(same)
             assert not mine.equal(exact)
@@ -557,28 +559,30 @@ def test_compressed_average_of_shards_is_close_to_the_exact_one(told: list[dict[
 
 
 def test_a_replica_with_one_bad_shard_is_left_out_on_all_of_its_processes(
-    told: list[dict[str, Any]],
+    results: list[dict[str, Any]],
 ) -> None:
-    for tensors in zip(*(each["after nan"] for each in told), strict=True):
+    for tensors in zip(*(each["after nan"] for each in results), strict=True):
         assert all(tensor.isfinite().all() and tensor.equal(tensors[0]) for tensor in tensors)
 
 
-def test_a_sharded_model_is_perturbed_like_a_whole_one(told: list[dict[str, Any]]) -> None:
+def test_a_sharded_model_is_perturbed_like_a_whole_one(results: list[dict[str, Any]]) -> None:
     ensemble = hdet.StackedReplicas(net(), 2)
     hdet.perturb_(ensemble.modules(None)[0], 0.1, replicas=ensemble, seed=7)
-    for process, each in enumerate(told):
+    for process, each in enumerate(results):
         want = list(ensemble.modules(None)[process // 2].parameters())
         for ours, theirs in zip(each["perturbed"], want, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_parameters_in_keep_out_are_not_averaged(told: list[dict[str, Any]]) -> None:
-    for rank, each in enumerate(told):
+def test_parameters_in_keep_out_are_not_averaged(results: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(results):
         assert each["kept out"] == ([2.0 * rank + rank, 2.0 * rank + 1 + rank], [rank, rank])
 
 
-def test_layouts_that_do_not_fit_are_refused_on_all_processes(told: list[dict[str, Any]]) -> None:
-    for each in told:
+def test_layouts_that_do_not_fit_are_refused_on_all_processes(
+    results: list[dict[str, Any]],
+) -> None:
+    for each in results:
         whole_world, pattern, mismatch, no_list = each["refused"]
         assert "is sharded over the replicas" in whole_world
         assert pattern.startswith("`keep_out` must match parameters of `model`") or (
@@ -628,29 +632,29 @@ def hybrid() -> tuple[nn.Module, Any, hdet.HDET]:
 
 
 def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     first = hybrid()
     apart = steps(rank, first, 12)  # in the middle of a cycle
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, apart)
-    told["apart"] = everyone
+    results["apart"] = everyone
     hdet.save_checkpoint(folder, **names(first))
-    told["saved"] = [whole(p).detach().clone() for p in first[0].parameters()]
-    told["moments"] = moments(first[1]), moments(first[2].outer)
-    told["goes on"] = steps(rank, first, 13)
+    results["saved"] = [whole(p).detach().clone() for p in first[0].parameters()]
+    results["moments"] = moments(first[1]), moments(first[2].outer)
+    results["goes on"] = steps(rank, first, 13)
 
     again = hybrid()
     hdet.load_checkpoint(folder, **names(again))
-    told["resumed"] = steps(rank, again, 13)
+    results["resumed"] = steps(rank, again, 13)
 
     # On four replicas, none of them sharded; then on one that is sharded over all.
     four = run_on(DistributedDataParallel(net()), hdet.ProcessReplicas())
     hdet.load_checkpoint(folder, **names(four))
-    told["on four"] = [p.detach().clone() for p in four[0].parameters()]
+    results["on four"] = [p.detach().clone() for p in four[0].parameters()]
     assert four[2].outer is not None
-    told["moments on four"] = moments(four[1]), moments(four[2].outer)
+    results["moments on four"] = moments(four[1]), moments(four[2].outer)
     steps(rank, four, 8)
-    told["step"] = four[2].last_epoch
+    results["step"] = four[2].last_epoch
 
     # An outer optimizer may be new.
     plain = hdet.HDET(
@@ -662,7 +666,7 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
     )
     hdet.save_checkpoint(f"{folder}/plain", model=four[0], optimizer=four[1], scheduler=plain)
     hdet.load_checkpoint(f"{folder}/plain", **names(four))
-    told["nothing old"] = not four[2].outer.state
+    results["nothing old"] = not four[2].outer.state
 
     bag = Bag(distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)]), rank)
     mesh = mesh_of_four()
@@ -670,7 +674,7 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
     optimizer, scheduler = started(bag, lonely)
     with pytest.raises(ValueError, match="exist once in each process as plain tensors"):
         hdet.save_checkpoint(folder, model=bag, optimizer=optimizer, scheduler=scheduler)
-    return told
+    return results
 
 
 def moments(optimizer: Any) -> list[Tensor]:
@@ -841,8 +845,8 @@ def alike_inside(model: nn.Module, group: Any) -> bool:
 
 
 def crossed(rank: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    dist.new_group([0])  # who is in more groups than others holds nobody up
+    results: dict[str, Any] = {}
+    dist.new_group([0])  # a process in more groups than others must not block them
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     replicas = hdet.ProcessReplicas(mesh["replicate"])
     inside, across = mesh["data"].get_group(), mesh["replicate"].get_group()
@@ -850,12 +854,12 @@ def crossed(rank: int) -> dict[str, Any]:
     # DDP inside a replica goes on where gradients are local to it.
     model: nn.Module = DistributedDataParallel(net(), process_group=inside)
     run_with(model, replicas, 5, rank, sync_every=4)
-    told["inside"] = alike_inside(model, inside), alike_inside(model, across)
+    results["inside"] = alike_inside(model, inside), alike_inside(model, across)
     with warns_on_first(rank, "each replica steps with its own gradients"):
         alone = DistributedDataParallel(net(), process_group=inside)
         started(alone, replicas, gradients="shared")
     world = DistributedDataParallel(net())
-    told["both"] = refusal(lambda: started(world, replicas))
+    results["both"] = refusal(lambda: started(world, replicas))
     started(world, replicas, gradients="shared")
 
     # Whoever comes second finds the gradients as they were.
@@ -865,16 +869,16 @@ def crossed(rank: int) -> dict[str, Any]:
     started(model, hdet.ProcessReplicas(mesh["replicate"]), gradients="shared")
     model(HELD).square().mean().backward()
     (group,) = _parameter_groups(model)
-    told["again"] = hasattr(group.mesh_info, "replicate_process_group")
+    results["again"] = hasattr(group.mesh_info, "replicate_process_group")
 
     # A replica that hdet takes for smaller than it is would fall apart.
-    told["by group"] = refusal(lambda: started(model, hdet.ProcessReplicas(across)))
-    told["by default"] = refusal(lambda: started(split(toy.toy(), mesh["data"]), None))
+    results["by group"] = refusal(lambda: started(model, hdet.ProcessReplicas(across)))
+    results["by default"] = refusal(lambda: started(split(toy.toy(), mesh["data"]), None))
     everyone = init_device_mesh("cpu", (4,))
-    told["over all"] = refusal(lambda: started(split(toy.toy(), everyone), None))
+    results["over all"] = refusal(lambda: started(split(toy.toy(), everyone), None))
 
     odd = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "data"))
-    told["odd"] = refusal(lambda: hdet.ProcessReplicas(odd["replicate"]))
+    results["odd"] = refusal(lambda: hdet.ProcessReplicas(odd["replicate"]))
 
     # A process may have nothing of a model at all.
     model = nn.Linear(3, 1, bias=False).double()
@@ -887,11 +891,11 @@ def crossed(rank: int) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         scheduler.step(loss)
-    told["nearly nothing"] = bool(whole(model.weight).isfinite().all())
+    results["nearly nothing"] = bool(whole(model.weight).isfinite().all())
 
     model = net()
     fully_shard(model, mesh=mesh)
-    told["perturb"] = refusal(lambda: hdet.perturb_(model))
+    results["perturb"] = refusal(lambda: hdet.perturb_(model))
 
     def other_batches(scored: Any) -> Tensor:
         return score(lambda x: scored(x + (rank == 3)))
@@ -899,8 +903,8 @@ def crossed(rank: int) -> dict[str, Any]:
     optimizer, scheduler = started(
         model, replicas, gradients="shared", probe=other_batches, controller=hdet.Tracker()
     )
-    told["probe"] = refusal(lambda: steps(rank, (model, optimizer, scheduler), 2))
-    return told
+    results["probe"] = refusal(lambda: steps(rank, (model, optimizer, scheduler), 2))
+    return results
 
 
 def hidden(rank: int) -> str:
@@ -925,21 +929,23 @@ def hidden(rank: int) -> str:
 
 
 def test_save_checkpoint_refuses_parameters_that_ddp_hides(trained: Trained) -> None:
-    for told in trained.told:
-        assert "exist once" in told.said or "DDP over tensor parallelism hides them" in told.said
+    for results in trained.results:
+        assert (
+            "exist once" in results.said or "DDP over tensor parallelism hides them" in results.said
+        )
 
 
 def test_gradient_averaging_inside_a_replica_stays_on(fresh: Processes) -> None:
-    for told in fresh(4, crossed):
-        assert told["inside"] == (True, False)
-        assert "processes [0, 1, 2, 3] average them both" in told["both"]
-        assert told["again"] and told["nearly nothing"]
-        assert "this replica has" in told["by group"]
-        assert "sharded inside one replica or over all replicas" in told["by default"]
-        assert "is sharded over the replicas" in told["over all"]
-        assert told["odd"].startswith("the ranks of a device mesh must be in rising order")
-        assert told["perturb"] == "`perturb_` needs `replicas=` for a sharded model, got None."
-        assert told["probe"].startswith("`probe` must score the same batches on all replicas")
+    for results in fresh(4, crossed):
+        assert results["inside"] == (True, False)
+        assert "processes [0, 1, 2, 3] average them both" in results["both"]
+        assert results["again"] and results["nearly nothing"]
+        assert "this replica has" in results["by group"]
+        assert "sharded inside one replica or over all replicas" in results["by default"]
+        assert "is sharded over the replicas" in results["over all"]
+        assert results["odd"].startswith("the ranks of a device mesh must be in rising order")
+        assert results["perturb"] == "`perturb_` needs `replicas=` for a sharded model, got None."
+        assert results["probe"].startswith("`probe` must score the same batches on all replicas")
 
 
 def unflattened(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
@@ -947,8 +953,8 @@ def unflattened(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
     mesh = world._unflatten(0, (2, 2), ("replicate", "shard"))
     model, replicas = net(), hdet.ProcessReplicas(mesh["replicate"])
     fully_shard(model, mesh=mesh)
-    told = steps(rank, run_on(model, replicas), 7)
-    return replicas.parts, told, steps(rank, hybrid(), 7)
+    results = steps(rank, run_on(model, replicas), 7)
+    return replicas.parts, results, steps(rank, hybrid(), 7)
 
 
 @pytest.mark.skipif(IS_OLDEST, reason="DeviceMesh of torch 2.6 has no _unflatten")

@@ -76,9 +76,9 @@ class Wire:
             said.append(coded(change, self._kind))
             self._owed[replica] = change - said[-1]
         mean = self._owed_mean + sum(said) / N
-        told = coded(mean, self._kind)
-        self._owed_mean = mean - told
-        self.known = self.known + told
+        results = coded(mean, self._kind)
+        self._owed_mean = mean - results
+        self.known = self.known + results
         return self.known[: self._num].clone()
 
 
@@ -209,17 +209,17 @@ def heard(rank: int) -> list[int]:
     """When this replica sends something that is coded."""
     model = DistributedDataParallel(toy.toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    replicas, told = hdet.ProcessReplicas(), []
+    replicas, results = hdet.ProcessReplicas(), []
     all_to_all = replicas.all_to_all
     scheduler = scheduled(model, optimizer, replicas=replicas, compress="int8", overlap=2)
 
     def noted(rows: Tensor) -> Any:
-        told.append(scheduler.last_epoch)
+        results.append(scheduler.last_epoch)
         return all_to_all(rows)
 
     replicas.all_to_all = noted  # type: ignore[method-assign]
     train(rank, model, optimizer, scheduler, 3 * T + 3)
-    return told
+    return results
 
 
 def test_overlapped_compressed_average_sends_both_halves_in_the_background(
@@ -280,8 +280,8 @@ def mixed(rank: int, overlap: int, folder: str) -> tuple[Tensor, list[int]]:
         optimizer.step()
         scheduler.step(loss.detach())
     lines = [] if rank else (Path(folder) / "record.jsonl").read_text().splitlines()
-    told = [json.loads(line) for line in lines]
-    sent = [line["converge"]["bytes"] for line in told if line["event"] == "cycle"]
+    results = [json.loads(line) for line in lines]
+    sent = [line["converge"]["bytes"] for line in results if line["event"] == "cycle"]
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]), sent
 
 

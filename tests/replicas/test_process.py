@@ -37,10 +37,10 @@ def contract(rank: int, kind: str) -> Any:
         replicas.are_finite([[torch.ones(3), torch.tensor(value)]]).tolist()
         for value in (1.0, float("nan"), float("inf"))
     ]
-    told = replicas.gather_objects({"here": here})
+    results = replicas.gather_objects({"here": here})
     return (
         replicas.size, here, rows[:, 0].tolist(), mean.item(), most.item(), copied.item(), sent,
-        finite, told,
+        finite, results,
     )  # fmt: skip
 
 

@@ -61,9 +61,9 @@ def run(
     model: nn.Module = toy.toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     stepped: Any = optimizer
-    told: list[Moment] = []
+    results: list[Moment] = []
     with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
-        if together:  # torchft does not wait long for whoever is late
+        if together:  # torchft does not wait long for late replicas
             dist.barrier()
         if shared:
             import torchft
@@ -86,13 +86,13 @@ def run(
             assert optimizer.param_groups[0]["lr"] == LR  # in the centre, until all have met
         if shared:
             scheduler.converge()  # nothing to do yet, as before a first checkpoint
-        while goes_on(told):
+        while goes_on(results):
             stepped.zero_grad()  # one that is healed knows its step after this
             loss = toy.loss_of(model, scheduler.last_epoch, rank)
             loss.backward()
             stepped.step()
             scheduler.step(loss.detach())
-            told.append(
+            results.append(
                 Moment(
                     scheduler.last_epoch,
                     replicas.size,
@@ -101,7 +101,7 @@ def run(
                     nn.utils.parameters_to_vector(model.parameters()).detach().clone(),
                 )
             )
-    return told
+    return results
 
 
 def serve(min_replicas: int) -> Iterator[str]:
@@ -142,7 +142,7 @@ def expected(leaves_at: int, steps: int, *, shared: bool) -> list[Tensor]:
     is without a spread."""
     models = [toy.toy() for _ in range(3)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
-    told, factors = [], [1.0] * 3
+    results, factors = [], [1.0] * 3
     for step in range(steps):
         here = range(3 if step < leaves_at else 2)
         for place in here:
@@ -156,8 +156,8 @@ def expected(leaves_at: int, steps: int, *, shared: bool) -> list[Tensor]:
         if step == 0 or (step + 1) % T == 0:
             reference.average([models[place] for place in here])
             factors = [reference.multiplier(place, len(here), ALPHA) for place in here]
-        told.append(nn.utils.parameters_to_vector(models[0].parameters()).detach().clone())
-    return told
+        results.append(nn.utils.parameters_to_vector(models[0].parameters()).detach().clone())
+    return results
 
 
 def share_gradients(models: list[nn.Module]) -> None:
@@ -169,7 +169,7 @@ def share_gradients(models: list[nn.Module]) -> None:
 
 def leaves(rank: int, lighthouse: str, leaves_at: int, steps: int, shared: bool) -> list[Moment]:
     last = leaves_at if rank == 2 else steps
-    return run(rank, lighthouse, lambda told: len(told) < last, shared=shared)
+    return run(rank, lighthouse, lambda results: len(results) < last, shared=shared)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -197,10 +197,10 @@ def joins(rank: int, lighthouse: str, folder: str) -> list[Moment]:
     """The third one begins when the others have met; they go on until it is there."""
     sign = Path(folder) / "met"
 
-    def goes_on(told: list[Moment]) -> bool:
-        if rank == 0 and len(told) == 2 * T:
+    def goes_on(results: list[Moment]) -> bool:
+        if rank == 0 and len(results) == 2 * T:
             sign.touch()
-        there = [moment for moment in told if moment.num_replicas == 3]
+        there = [moment for moment in results if moment.num_replicas == 3]
         return len(there) <= 2 * T
 
     while rank == 2 and not sign.exists():
@@ -232,17 +232,17 @@ def test_new_replica_gets_the_weights_of_the_others(
 
 
 LONG = 20
-"""A cycle in which somebody joins."""
+"""The cycle in which a replica joins."""
 
 
 def joins_in_mid_cycle(rank: int, lighthouse: str, folder: str) -> list[Moment]:
     """The third one begins when the others have met, and joins at whatever step they are at."""
     sign = Path(folder) / "met"
 
-    def goes_on(told: list[Moment]) -> bool:
-        if rank == 0 and len(told) == LONG:
+    def goes_on(results: list[Moment]) -> bool:
+        if rank == 0 and len(results) == LONG:
             sign.touch()
-        return [moment.num_replicas for moment in told].count(3) <= LONG
+        return [moment.num_replicas for moment in results].count(3) <= LONG
 
     while rank == 2 and not sign.exists():
         os.sched_yield()
@@ -255,7 +255,7 @@ def expected_of_three(joins_at: int, source: int, steps: int) -> list[list[Tenso
     them. It trains without a multiplier until they meet, and counts from then on."""
     models = [toy.toy() for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
-    told, factors, trained = [], [1.0] * 2, list(models)
+    results, factors, trained = [], [1.0] * 2, list(models)
     for step in range(steps):
         if step == joins_at:
             models.append(copy.deepcopy(models[source]))
@@ -276,8 +276,8 @@ def expected_of_three(joins_at: int, source: int, steps: int) -> list[list[Tenso
             factors = [reference.multiplier(r, len(models), ALPHA) for r in range(len(models))]
             trained = list(models)
         vectors = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in models]
-        told.append([vector.clone() for vector in vectors])
-    return told
+        results.append([vector.clone() for vector in vectors])
+    return results
 
 
 def test_new_replica_with_shared_gradients_trains_along_until_the_next_synchronization(
@@ -319,7 +319,7 @@ def resumed(rank: int, lighthouse: str, shared: bool) -> list[Moment]:
         optimizer.step()
         plain.step()
     state = plain.state_dict()
-    return run(rank, lighthouse, lambda told: len(told) < T, shared=shared, state=state)
+    return run(rank, lighthouse, lambda results: len(results) < T, shared=shared, state=state)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -327,22 +327,22 @@ def test_resumed_replica_has_the_central_lr_until_the_first_synchronization(
     pool: Processes, lighthouse: str, shared: bool
 ) -> None:
     answers = pool(3, resumed, lighthouse, shared)
-    for told in answers:
-        assert [moment.step for moment in told] == [T + 2 + step for step in range(T)]
-        assert [moment.num_replicas for moment in told] == [3] * T  # after the first step
+    for results in answers:
+        assert [moment.step for moment in results] == [T + 2 + step for step in range(T)]
+        assert [moment.num_replicas for moment in results] == [3] * T  # after the first step
     spread = [reference.multiplier(place, 3, ALPHA) * LR for place in range(3)]
     assert answers[0][0].lrs == pytest.approx(spread, rel=1e-12)
-    assert [told[0].lr for told in answers] == answers[0][0].lrs
+    assert [results[0].lr for results in answers] == answers[0][0].lrs
 
 
 def is_early(rank: int, lighthouse: str, folder: str, shared: bool) -> list[Moment]:
     """The first one begins alone, where the lighthouse lets it and its manager does not."""
     sign = Path(folder) / "tried"
 
-    def goes_on(told: list[Moment]) -> bool:
-        if rank == 0 and len(told) == 3:
+    def goes_on(results: list[Moment]) -> bool:
+        if rank == 0 and len(results) == 3:
             sign.touch()
-        return not told or told[-1].step < 2 * T
+        return not results or results[-1].step < 2 * T
 
     while rank > 0 and not sign.exists():
         os.sched_yield()
@@ -355,11 +355,11 @@ def test_steps_of_a_replica_without_a_quorum_do_not_count(
 ) -> None:
     first, second, third = pool(3, is_early, lonely_lighthouse, str(tmp_path), shared)
     assert [moment.step for moment in first[:3]] == [0, 0, 0]
-    for told in (first, second, third):
-        assert told[-1].step == 2 * T
-        assert told[-1].num_replicas == 3
-        assert told[-1].weights.equal(first[-1].weights)
-        assert fmean(told[-1].lrs) == pytest.approx(LR, rel=1e-12)
+    for results in (first, second, third):
+        assert results[-1].step == 2 * T
+        assert results[-1].num_replicas == 3
+        assert results[-1].weights.equal(first[-1].weights)
+        assert fmean(results[-1].lrs) == pytest.approx(LR, rel=1e-12)
 
 
 # One that leaves in the middle of a meeting -------------------------------------------------------
@@ -385,7 +385,7 @@ def breaks(rank: int, lighthouse: str) -> list[Moment]:
             replicas.average_ = dies  # type: ignore[method-assign]
 
     try:
-        return run(rank, lighthouse, lambda told: len(told) < 6 * T, meddle)
+        return run(rank, lighthouse, lambda results: len(results) < 6 * T, meddle)
     except Gone:
         return []
 
@@ -419,7 +419,7 @@ def dies_in_a_step(rank: int, lighthouse: str) -> list[Moment]:
             manager.start_quorum = dies
 
     try:
-        return run(rank, lighthouse, lambda told: len(told) < 5 * T, meddle, shared=True)
+        return run(rank, lighthouse, lambda results: len(results) < 5 * T, meddle, shared=True)
     except Gone:
         return []
 
@@ -430,10 +430,10 @@ DIES_IN = 2 * T + 2
 def test_training_step_in_which_a_replica_dies_is_skipped(pool: Processes, lighthouse: str) -> None:
     first, second, gone = pool(3, dies_in_a_step, lighthouse)
     assert gone == []
-    for told in (first, second):
-        assert [moment.step for moment in told] == list(range(1, 5 * T + 1))
-        assert told[DIES_IN - 1].weights.equal(told[DIES_IN - 2].weights)
-        assert [moment.num_replicas for moment in told] == [3] * (3 * T - 1) + [2] * (2 * T + 1)
+    for results in (first, second):
+        assert [moment.step for moment in results] == list(range(1, 5 * T + 1))
+        assert results[DIES_IN - 1].weights.equal(results[DIES_IN - 2].weights)
+        assert [moment.num_replicas for moment in results] == [3] * (3 * T - 1) + [2] * (2 * T + 1)
     for one, other in zip(first, second, strict=True):
         assert one.lrs == other.lrs
         assert fmean(one.lrs) == pytest.approx(LR, rel=1e-12)
@@ -464,18 +464,20 @@ def is_behind(rank: int, lighthouse: str, folder: str) -> tuple[list[Moment], li
         replicas.commit, replicas.check_members = failing, noted  # type: ignore[method-assign]
 
     given: Any = {"controller": hdet.PaperController(), "record": f"{folder}/{rank}"}
-    told = run(rank, lighthouse, lambda told: not told or told[-1].step < 6 * T, meddle, **given)
-    return told, [(members.have_changed, members.newcomers) for members in calls]
+    results = run(
+        rank, lighthouse, lambda results: not results or results[-1].step < 6 * T, meddle, **given
+    )
+    return results, [(members.have_changed, members.newcomers) for members in calls]
 
 
 def test_replica_whose_commit_failed_counts_as_new(
     pool: Processes, lighthouse: str, tmp_path: Path
 ) -> None:
     answers = pool(3, is_behind, lighthouse, str(tmp_path))
-    for told, calls in answers:
+    for results, calls in answers:
         assert calls[:4] == [(True, ()), (False, ()), (False, ()), (True, (1,))]
         assert not any(changed for changed, _ in calls[4:])
-        assert told[-1].weights.equal(answers[0][0][-1].weights)
+        assert results[-1].weights.equal(answers[0][0][-1].weights)
     texts = {
         rank: [line["text"] for line in lines_of(tmp_path / f"{rank}") if line["event"] == "note"]
         for rank in (0, 1)
@@ -525,27 +527,27 @@ def decays(rank: int, lighthouse: str) -> tuple[list[float], float, list[str]]:
         scheduler.converge()
         assert scheduler._run.knob_bank.cycle == cycle
         assert knob.factors() == wanted
-        told: list[str] = []
+        results: list[str] = []
         if rank == 2:
-            return wanted, own, told
+            return wanted, own, results
         dist.barrier(group=dist.new_group([0, 1], use_local_synchronization=True))
         replicas._manager.report_error(RuntimeError("gone"))
         before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with scheduler.consensus():
-                told.append(str(caught[-1].message))
+                results.append(str(caught[-1].message))
                 now = nn.utils.parameters_to_vector(model.parameters()).detach()
                 assert now.equal(before)
-        return wanted, own, told
+        return wanted, own, results
 
 
 def test_elastic_replicas_have_their_own_knob_values(pool: Processes, lighthouse: str) -> None:
     answers = pool(3, decays, lighthouse)
-    for rank, (wanted, own, told) in enumerate(answers):
+    for rank, (wanted, own, results) in enumerate(answers):
         assert len(set(wanted)) > 1
         assert own == pytest.approx(wanted[rank])
-        assert all("weights of this replica alone" in text for text in told)
+        assert all("weights of this replica alone" in text for text in results)
 
 
 # What cannot be -----------------------------------------------------------------------------------
@@ -554,7 +556,7 @@ def test_elastic_replicas_have_their_own_knob_values(pool: Processes, lighthouse
 def refused(rank: int, lighthouse: str) -> list[str]:
     model = toy.toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    told = []
+    results = []
     with managed(rank, lighthouse, states_of(model, optimizer)) as manager:
         import torchft
 
@@ -574,22 +576,22 @@ def refused(rank: int, lighthouse: str) -> list[str]:
             try:
                 hdet.HDET(**{**given, **options}, replicas=replicas)
             except ValueError as error:
-                told.append(str(error))
+                results.append(str(error))
         manager._use_async_quorum = True
         try:
             hdet.TorchftReplicas(manager)
         except ValueError as error:
-            told.append(str(error))
-    return told
+            results.append(str(error))
+    return results
 
 
 def test_options_that_need_fixed_replicas_are_refused(pool: Processes, lighthouse: str) -> None:
-    (told,) = pool(1, refused, lighthouse)
+    (results,) = pool(1, refused, lighthouse)
     names = ["`guard`", "`overlap`", "`compress`"]
-    for text, name in zip(told[:3], names, strict=True):
+    for text, name in zip(results[:3], names, strict=True):
         assert text.startswith(f"{name} must be ")
         assert "with TorchftReplicas" in text
-    plain, managed_model, managed_optimizer, asynchronous = told[3:]
+    plain, managed_model, managed_optimizer, asynchronous = results[3:]
     assert plain.startswith("`gradients` must be 'local' for this model, got 'shared'")
     assert managed_model.startswith("`gradients` must be 'shared' for this model, got 'local'")
     assert "the plain optimizer" in managed_optimizer

@@ -88,12 +88,12 @@ def test_page_of_a_run_has_all_sections(tmp_path: Path) -> None:
 
 def test_curves_have_the_numbers_of_the_record(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=20)
-    told, plots = read(run), plots_of(page_of(run))
+    results, plots = read(run), plots_of(page_of(run))
     loss = {trace["name"]: trace for trace in plots[0]["data"]}
-    assert loss["replica 2"]["y"] == pytest.approx([c.losses[2] for c in told.cycles], rel=1e-5)
+    assert loss["replica 2"]["y"] == pytest.approx([c.losses[2] for c in results.cycles], rel=1e-5)
     assert loss["consensus, held-out data"]["x"] == [125, 250, 375, 500]
     lower, upper, centre, *moves = plots[1]["data"]
-    lrs = [known(knob.values) for _, knob in told.knob("embedding")]
+    lrs = [known(knob.values) for _, knob in results.knob("embedding")]
     assert lower["y"] == pytest.approx([min(each) for each in lrs], rel=1e-5)
     assert upper["y"] == pytest.approx([max(each) for each in lrs], rel=1e-5)
     assert centre["y"] == pytest.approx([sum(each) / 4 for each in lrs], rel=1e-5)
@@ -101,7 +101,7 @@ def test_curves_have_the_numbers_of_the_record(tmp_path: Path) -> None:
     assert all("hypergradient" in text for text in centre["text"])
     pulls = plots[2]["data"][0]
     assert pulls["error_y"]["array"] == pytest.approx(
-        [knob.hypergradient_error for _, knob in told.knob("embedding")], rel=1e-5
+        [knob.hypergradient_error for _, knob in results.knob("embedding")], rel=1e-5
     )
 
 
@@ -165,10 +165,10 @@ def test_each_knob_is_shown_with_its_sensitivity(tmp_path: Path) -> None:
     plots = dict(zip(titles, plots_of(page), strict=True))
     names = [trace["name"] for trace in plots["Sensitivity"]["data"] if trace.get("text")]
     assert names[2:] == ["weight_decay", "attention_temperature", "label_smoothing"]
-    told = read(tmp_path)
+    results = read(tmp_path)
     assert "Probing" in body_of(page)
-    assert all(0 < (cycle.probe_share or 0) < 1 for cycle in told.cycles)
-    assert [len(cycle.scores or ()) for cycle in told.cycles] == [8] * 10
+    assert all(0 < (cycle.probe_share or 0) < 1 for cycle in results.cycles)
+    assert [len(cycle.scores or ()) for cycle in results.cycles] == [8] * 10
     for figure in map(painted, plots.values()):
         graph_objects.Figure(figure["data"], figure["layout"])
 
@@ -349,10 +349,10 @@ def test_record_with_random_damage_still_makes_a_page(
             {name: damaged(value) for name, value in line.items()}
             for line in Sample(cycles=6, excluded={2: 1}, scouted=True).lines()
         ]
-        told = read(write_lines(tmp_path / str(trial), lines))
-        kept += len(told.cycles)
-        assert "</html>" in report.render([told])
-        assert "</html>" in report.render([told, told])
+        results = read(write_lines(tmp_path / str(trial), lines))
+        kept += len(results.cycles)
+        assert "</html>" in report.render([results])
+        assert "</html>" in report.render([results, results])
     assert kept > 200
 
 
@@ -375,8 +375,8 @@ def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
 
 def test_write_makes_the_folder_of_the_page(tmp_path: Path) -> None:
     run = write_sample(tmp_path / "a", cycles=5)
-    (told,) = report.write([run], tmp_path / "new" / "report.html")
-    assert told.name == "a"
+    (results,) = report.write([run], tmp_path / "new" / "report.html")
+    assert results.name == "a"
     assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8").startswith("<!doctype")
     with pytest.raises(ValueError, match="at least one run"):
         report.render([])

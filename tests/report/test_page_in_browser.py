@@ -1,4 +1,4 @@
-"""The report in a browser: it draws, answers, follows the theme, fits a phone and harms nobody."""
+"""The report in a browser: it draws, answers, follows the theme and fits a phone."""
 
 import os
 import shutil
@@ -117,12 +117,12 @@ def test_page_draws_its_plots_without_network_requests(browser: Any, one_run: Pa
 
 def test_hovering_shows_values_and_reasons(browser: Any, one_run: Path) -> None:
     visit = Visit(browser, one_run)
-    told = visit.point_at(visit.plot("Loss of every replica and of the consensus"), 0.5, 0.5)
-    assert "replica 3" in told
-    assert "± 0.02" in told
-    told = visit.point_at(visit.plot("Learning rate: embedding"), 0.5, 0.5)
-    assert "spread" in told
-    assert "lowest loss in replica" in told
+    results = visit.point_at(visit.plot("Loss of every replica and of the consensus"), 0.5, 0.5)
+    assert "replica 3" in results
+    assert "± 0.02" in results
+    results = visit.point_at(visit.plot("Learning rate: embedding"), 0.5, 0.5)
+    assert "spread" in results
+    assert "lowest loss in replica" in results
     visit.check()
 
 
@@ -187,8 +187,8 @@ def test_hostile_texts_run_no_script(browser: Any, tmp_path: Path) -> None:
     assert names == ["<img src=x onerror='window.harmed=1'>", "<b>b"]
     plot = visit.page.locator("details.run").first.locator(".plot").nth(1)
     plot.scroll_into_view_if_needed()
-    told = visit.point_at(plot, 0.5, 0.5)
-    assert "<script>window.harmed = 1</script>" in told
-    assert "<b>bold</b>" in told
-    assert 'href="javascript:window.harmed=1">link</a>' in told
+    results = visit.point_at(plot, 0.5, 0.5)
+    assert "<script>window.harmed = 1</script>" in results
+    assert "<b>bold</b>" in results
+    assert 'href="javascript:window.harmed=1">link</a>' in results
     visit.check()

@@ -165,12 +165,12 @@ def test_base_schedule_previews_mean_and_highest_lr_without_changing_its_state(n
     make, form = SCHEDULES[name]
     base = BaseSchedule(make(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=LR)))
     before = base.state_dict()
-    told = base.shares(STEPS)
+    results = base.shares(STEPS)
     assert base.state_dict() == before
     lrs = [LR * form(step) for step in range(STEPS)]
-    assert told is not None
-    assert told.mean == pytest.approx(sum(lrs) / STEPS / base.peaks[0])
-    assert told.highest == pytest.approx(max(lrs) / base.peaks[0])
+    assert results is not None
+    assert results.mean == pytest.approx(sum(lrs) / STEPS / base.peaks[0])
+    assert results.highest == pytest.approx(max(lrs) / base.peaks[0])
 
 
 def test_base_schedule_previews_nothing_for_endless_or_metric_driven_schedules() -> None:

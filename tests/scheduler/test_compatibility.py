@@ -184,9 +184,9 @@ def test_all_replicas_raise_an_error_when_their_setups_differ(
         processes(3, disagree, what)
     texts = error.value.tracebacks
     assert all(text is not None for text in texts)
-    told = [text for text in texts if text is not None and words in text]
+    results = [text for text in texts if text is not None and words in text]
     # A replica with a bad argument raises its own error. The others name that replica.
-    assert len(told) == (2 if "could not start" in words else 3), texts
+    assert len(results) == (2 if "could not start" in words else 3), texts
 
 
 def test_all_replicas_raise_an_error_when_one_has_a_bad_bucket_size(processes: Processes) -> None:

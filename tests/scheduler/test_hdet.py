@@ -224,13 +224,13 @@ def test_run_resumes_with_another_number_of_replicas(processes: Processes, num: 
 
 def resume_and_tell(rank: int, saved: bytes) -> Any:
     trainer = Trainer(rank).load(saved)
-    told = (
+    outcome = (
         trainer.scheduler.get_last_lr(),
         trainer.scheduler.get_base_lr(),
         trainer.scheduler.last_epoch,
     )
     trainer.train(range(14, TOTAL))
-    return told
+    return outcome
 
 
 def rates_to_the_end(rank: int, saved: bytes, changed: dict[str, Any]) -> list[float]:

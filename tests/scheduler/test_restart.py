@@ -100,8 +100,8 @@ class Run(SmallRun):
 
 
 def lines(folder: Path, event: str) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    return [line for line in told if line["event"] == event]
+    results = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [line for line in results if line["event"] == event]
 
 
 def ended(rank: int, engine: str, lr: float, folder: Path | None = None) -> Tensor:
@@ -224,11 +224,11 @@ def test_run_resumed_in_mid_search_ends_with_a_low_loss() -> None:
         run.step()
     run.go(1)
     run.scheduler.converge()
-    told, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
+    results, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
     other = Run("stacked")
     for module in other.modules():
         module.load_state_dict(weights)
-    other.scheduler.load_state_dict(told)
+    other.scheduler.load_state_dict(results)
     assert other.scheduler.is_scouting
     other.go(S - other.scheduler.last_epoch)
     assert other.loss() < 0.5
@@ -239,10 +239,10 @@ def test_run_resumed_in_its_first_sweep_can_restart_from_the_first_weights(made:
     """The checkpoint holds the first weights, so a later stall can restore them."""
     first = Run("stacked", lr=LOW).go(made)
     first.scheduler.converge()
-    told, weights = first.scheduler.state_dict(), first.modules()[0].state_dict()
+    results, weights = first.scheduler.state_dict(), first.modules()[0].state_dict()
     other = Run("stacked", lr=LOW)
     other.modules()[0].load_state_dict(weights)
-    other.scheduler.load_state_dict(told)
+    other.scheduler.load_state_dict(results)
     for run in (first, other):
         run.go(S - made)
     assert other.weights().equal(first.weights())
@@ -351,8 +351,8 @@ class Changed(Run):
 
 def looks(folder: Path) -> list[float]:
     """Return the factors that searches after the change of data have chosen."""
-    told = [line for line in lines(folder, "scout") if line["step"] > CHANGE]
-    return [line["factor"] for line in told if line["factor"] is not None]
+    results = [line for line in lines(folder, "scout") if line["step"] > CHANGE]
+    return [line["factor"] for line in results if line["factor"] is not None]
 
 
 def test_search_after_new_data_replaces_a_learning_rate_that_diverges(tmp_path: Path) -> None:
@@ -406,9 +406,9 @@ def test_requested_search_stays_requested_after_loading_an_old_state(tmp_path: P
     run.scheduler.scout_again()
     run.go(1)
     run.scheduler.converge()
-    told = run.scheduler.state_dict()
-    del told["search"]["unasked"]
-    run.scheduler.load_state_dict(told)
+    results = run.scheduler.state_dict()
+    del results["search"]["unasked"]
+    run.scheduler.load_state_dict(results)
     while run.scheduler.is_scouting:
         run.step()
     assert "no reason" not in lines(tmp_path, "scout")[-1]["factor_reason"]

@@ -67,7 +67,7 @@ class Run(SmallRun):
         return [tensor.detach().clone() for tensor in [*tensors, *moments]]
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def results(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "record.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == "guard"]
 
@@ -95,7 +95,7 @@ def test_guard_restores_the_last_good_weights_on_all_replicas_after_a_spike(
         assert answer["back"]
         assert answer["scale"] == answer["end"]["lr/group0"] == 0.5
         assert answer["loss"] < 1.0
-    (line,) = told(tmp_path)
+    (line,) = results(tmp_path)
     assert (line["step"], line["back_to"], line["factor"]) == (6 * T, 5 * T, 0.5)
     want = "no replica has finite weights and a finite loss" if math.isnan(strike) else "loss "
     assert line["reason"].startswith(want)
@@ -112,7 +112,7 @@ def test_guard_restores_the_start_weights_after_a_spike_in_the_first_cycle(tmp_p
     run.go(T, {1: 30.0})
     after = [p.detach() for module in run.modules() for p in module.parameters()]
     assert all(map(torch.equal, after, before))
-    (line,) = told(tmp_path)
+    (line,) = results(tmp_path)
     assert line["back_to"] == 0
 
 
@@ -134,10 +134,10 @@ def test_guard_lowers_the_lr_more_at_each_retry_and_then_stops_with_good_weights
     with pytest.raises(hdet.ReplicasLost, match=r"2 times in a row.*weights of step 20"):
         run.go(T, strikes)
     assert all(map(torch.equal, run.state(), good))
-    assert [line["factor"] for line in told(tmp_path)] == [0.5, 0.25, None]
+    assert [line["factor"] for line in results(tmp_path)] == [0.5, 0.25, None]
     rates = [[group["lr"] for group in one.param_groups] for one in run.optimizer.each]
     assert rates == run.scheduler.get_replica_lrs()  # the lowered learning rates
-    assert told(tmp_path)[-1]["reason"].startswith("stopped: loss")
+    assert results(tmp_path)[-1]["reason"].startswith("stopped: loss")
 
 
 def test_guard_changes_nothing_in_a_run_without_spikes() -> None:
@@ -194,7 +194,7 @@ def test_guard_raises_the_learning_rate_again_when_the_data_has_changed(tmp_path
             run.optimizer.step()
             run.scheduler.step(level + 0.01 * torch.randn(N, generator=noise))
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
-    lines = told(tmp_path)
+    lines = results(tmp_path)
     assert len(lines) == NEW_DATA_AFTER + 1
     assert lines[-1]["reason"] == RELIEF
     assert math.prod(line["factor"] for line in lines) == pytest.approx(1.0)
@@ -225,7 +225,7 @@ def test_replica_with_a_loss_far_above_the_others_is_excluded_from_the_average(
     (excluded,) = [line["excluded"] for line in lines if "excluded" in line][-1]
     assert excluded["replica"] == 2
     assert "the others" in excluded["reason"]
-    assert told(tmp_path) == []  # the guard saw no spike of the run
+    assert results(tmp_path) == []  # the guard saw no spike of the run
     weights = [nn.utils.parameters_to_vector(module.parameters()) for module in run.modules()]
     assert all(torch.equal(each, weights[0]) for each in weights)
     assert float(weights[0].detach().abs().max()) < 10

@@ -114,7 +114,7 @@ def scouted(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any
     return {**after, "alike": alike, "end": run.weights()}
 
 
-def told(folder: Path) -> dict[str, Any]:
+def results(folder: Path) -> dict[str, Any]:
     """Return the scout event of the record."""
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if line["event"] == "scout"]
@@ -143,7 +143,7 @@ def test_search_trains_replicas_alone_then_restores_the_start_and_sets_the_scale
     first, *others = [vector for answer in answers for vector in answer["alike"]]
     assert len(others) == N - 1
     assert all(torch.equal(first, other) for other in others)
-    line = told(tmp_path)
+    line = results(tmp_path)
     want = [float(alone(replica, factor)) for replica, factor in enumerate(factors)]
     assert [point["score"] for point in line["points"]] == pytest.approx(want, rel=1e-9)
     # All gradients of the first step belong to the same weights, so they measure the noise.
@@ -239,7 +239,7 @@ def test_gradient_noise_ignores_parameters_outside_the_optimizer(tmp_path: Path)
         )
         for _ in range(STEPS):
             run.step()
-        noises.append(told(tmp_path / name)["noise"])
+        noises.append(results(tmp_path / name)["noise"])
     assert noises[0] == pytest.approx(noises[1], rel=1e-9)
 
 
@@ -319,7 +319,7 @@ def test_search_without_a_probe_scores_the_losses_of_the_second_half_of_a_round(
     tmp_path: Path,
 ) -> None:
     Run("unheard", probe=None, record=tmp_path).go(STEPS)
-    line = told(tmp_path)
+    line = results(tmp_path)
     for replica, point in enumerate(line["points"]):
         model = net()
         betas = (0.95, 0.999)
@@ -561,7 +561,7 @@ def test_search_scores_the_common_start_weights_once() -> None:
 def test_scout_without_rewind_continues_from_the_best_replica(tmp_path: Path) -> None:
     scout = hdet.Scout(decades=2, steps=STEPS, rewind=False)
     run = Run("stacked", scout=scout, record=tmp_path).go(STEPS)
-    line = told(tmp_path)
+    line = results(tmp_path)
     best = min(point["score"] for point in line["points"])
     for module in run.modules():
         with torch.no_grad():  # in training mode, like the probe
@@ -640,9 +640,9 @@ def test_scout_again_raises_a_too_low_learning_rate_in_mid_run(
 ) -> None:
     alone = looked_again(0, "stacked", tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
-    told = [line for line in lines if line["event"] == "scout"][-1]
-    assert told["step"] > 85
-    assert told["factor"] == pytest.approx(alone["scale"])
+    results = [line for line in lines if line["event"] == "scout"][-1]
+    assert results["step"] > 85
+    assert results["factor"] == pytest.approx(alone["scale"])
     assert alone["scale"] > 20
     assert alone["back"]
     assert alone["lr"] == pytest.approx([0.0], abs=1e-5)  # the schedule has ended with the run
@@ -666,12 +666,12 @@ def test_search_of_scout_again_resumes_with_its_own_settings() -> None:
     run.scheduler.scout_again(asked)
     run.go(3)
     run.scheduler.converge()
-    told, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
+    results, weights = run.scheduler.state_dict(), run.modules()[0].state_dict()
     other = Run("stacked", total=600, scout=None)
     for module in other.modules():
         module.load_state_dict(weights)
     other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    other.scheduler.load_state_dict(json.loads(json.dumps(told)))
+    other.scheduler.load_state_dict(json.loads(json.dumps(results)))
     for each in (run, other):
         assert each.scheduler.get_replica_lrs() == run.scheduler.get_replica_lrs()
     for _ in range(100):
@@ -723,12 +723,12 @@ def struck(rank: int, engine: str, at: int, who: set[int], probe: bool) -> float
     given: Any = {"scout": hdet.Scout(decades=3, steps=STEPS, share=0.5)}
     given |= {} if probe else {"probe": None}
     run = Struck(engine, rank, at, who, **given)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as results:
         warnings.simplefilter("always")
         while run.scheduler.is_scouting:
             run.step()
     everyone = len(who) == N
-    assert any("is repeated" in str(one.message) for one in told) == (everyone and rank == 0)
+    assert any("is repeated" in str(one.message) for one in results) == (everyone and rank == 0)
     return run.scheduler.get_knobs()["lr/group0"]
 
 
@@ -854,9 +854,9 @@ def bare(rank: int) -> str:
     """Give the module inside DDP: the scout cannot switch off the gradient sync of its wrapper."""
     model, optimizer = ddp_of(lambda: nn.Linear(3, 3))
     base = OneCycleLR(optimizer, LR, total_steps=S)
-    with pytest.raises(ValueError, match="needs a model wrapped in DDP or FSDP2") as told:
+    with pytest.raises(ValueError, match="needs a model wrapped in DDP or FSDP2") as results:
         hdet.HDET(base, model=model.module, scout=SCOUT, controller=None, spread=0.0)
-    return str(told.value)
+    return str(results.value)
 
 
 def test_scout_rejects_the_bare_module_inside_ddp(processes: Processes) -> None:

@@ -403,8 +403,8 @@ def test_all_processes_make_the_same_decision_from_scores(processes: Processes, 
 
 
 def test_scoring_different_batches_is_an_error_on_all_replicas(processes: Processes) -> None:
-    for told in processes(2, probed_process, "different"):
-        assert "must score the same batches on all replicas, got different ones" in told
+    for results in processes(2, probed_process, "different"):
+        assert "must score the same batches on all replicas, got different ones" in results
 
 
 def test_scores_that_are_nan_warn_and_move_no_knob() -> None:
@@ -519,8 +519,8 @@ def test_a_probe_makes_training_losses_unnecessary() -> None:
 
 
 def test_different_numbers_of_scores_are_refused_on_all_replicas(processes: Processes) -> None:
-    for told in processes(2, differing_scores):
-        assert "must return equally many numbers on all replicas, got [3, 4]" in told
+    for results in processes(2, differing_scores):
+        assert "must return equally many numbers on all replicas, got [3, 4]" in results
 
 
 def differing_scores(rank: int) -> str:

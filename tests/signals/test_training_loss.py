@@ -74,7 +74,7 @@ def test_losses_that_are_not_finite_are_left_out_unless_the_last_is(bad: float) 
 
 
 def test_steps_within_a_cycle_read_no_loss_from_the_device() -> None:
-    """A tensor on the meta device has no value: whoever asks for it raises an error."""
+    """A tensor on the meta device has no value: reading it raises an error."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = hdet.OneCycleHDET(optimizer, 0.1, total_steps=100, sync_every=50)
     for _ in range(49):

@@ -158,8 +158,8 @@ def talk(rank: int, layout: str, gradients: Any = "local") -> list[list[str]]:
 
 
 def test_nothing_is_sent_between_two_averages(processes: Processes) -> None:
-    for told in processes(2, talk, "ddp"):
-        for step, sent in enumerate(told, start=1):
+    for results in processes(2, talk, "ddp"):
+        for step, sent in enumerate(results, start=1):
             assert bool(sent) == (step % T == 0), (step, sent)
 
 

@@ -31,13 +31,13 @@ class Means:
 
     def end(self, rows: Sequence[int]) -> list[tuple[float, float | None]]:
         """Those of some rows, whose next cycle begins."""
-        sums, jumps, told = self._sums.tolist(), self._jumps.tolist(), []
+        sums, jumps, results = self._sums.tolist(), self._jumps.tolist(), []
         for row in rows:
             num = self._counts[row]
             error = math.sqrt(jumps[row] / (2 * (num - 1) * num)) if num > 1 else None
-            told.append((sums[row] / num, error))
+            results.append((sums[row] / num, error))
             self._sums[row], self._jumps[row], self._counts[row] = 0.0, 0.0, 0
-        return told
+        return results
 
 
 class RowGuards:

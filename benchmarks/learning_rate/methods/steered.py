@@ -57,10 +57,10 @@ class Steered(Population):
         self.spread(self.fleet.weights, self.mean(self.fleet.weights))
         self.average_buffers()
         rows = zip(self.runs, self._steerings, losses.tolist(), scores, strict=True)
-        for run, knob_bank, row, told in rows:
+        for run, knob_bank, row, results in rows:
             if not all(map(math.isfinite, row)):
                 continue  # shared gradients: all are lost at once
-            knob_bank.move_knobs(row, range(self.replicas), scores=told)
+            knob_bank.move_knobs(row, range(self.replicas), scores=results)
             knob_bank.cycle += 1
             knob_bank.start_if_due(step, self._base_lrs(run, step))
             knob_bank.fan_out()

@@ -89,16 +89,16 @@ def judge_sweep(points: Sequence[Observation], start_score: float | None = None)
         return SweepResult(None, 0, (Reason.ONLY_NOISE,), edge, reference)
     best = min(sound, key=_score)
 
-    def verdict(factor: float, shift: int, reason: Reason) -> SweepResult:
+    def result(factor: float, shift: int, reason: Reason) -> SweepResult:
         return SweepResult(keep_margin(edge, factor), shift, (reason,), edge, reference)
 
     if best is lowest:
-        return verdict(lowest.factor, -1, Reason.LOWEST_IS_BEST)
+        return result(lowest.factor, -1, Reason.LOWEST_IS_BEST)
     if _score(lowest) <= _nearly_best_score(sound, reference):
-        return verdict(lowest.factor, -1, Reason.LOWEST_IS_AS_GOOD)
+        return result(lowest.factor, -1, Reason.LOWEST_IS_AS_GOOD)
     if best is points[-1]:
-        return verdict(best.factor, +1, Reason.HIGHEST_IS_BEST)
-    return verdict(_lowest_nearly_best(sound, reference), 0, Reason.NEARLY_BEST)
+        return result(best.factor, +1, Reason.HIGHEST_IS_BEST)
+    return result(_lowest_nearly_best(sound, reference), 0, Reason.NEARLY_BEST)
 
 
 def refine_choice(points: Sequence[Observation], first_choice: SweepResult) -> SweepResult:

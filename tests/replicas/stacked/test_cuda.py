@@ -225,7 +225,7 @@ def test_shared_optimizer_state_on_cuda_gives_the_same_run(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
 def test_captured_run_follows_changes_of_its_knobs(mode: Any) -> None:
-    """Each replay has the values of now, one for each replica."""
+    """Each replay uses the present values, one for each replica."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).cuda()
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)

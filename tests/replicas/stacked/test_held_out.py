@@ -1,4 +1,4 @@
-"""Where nobody gives a probe, replicas on one device are scored by batches that none trains on."""
+"""Held-out batches: they score stacked replicas in a search without a probe."""
 
 import copy
 import json
@@ -408,7 +408,7 @@ def test_loss_that_drifts_over_time_does_not_change_the_choice(drift: float) -> 
 
 
 def test_knobs_are_neutral_while_held_out_batches_are_scored() -> None:
-    """Smoothing raises every loss: the outset without it must not be compared with."""
+    """Smoothing raises every loss: the start is scored with the same smoothing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     criterion = nn.CrossEntropyLoss(label_smoothing=0.3)
@@ -466,10 +466,10 @@ def test_after_a_resume_with_losses_only_gains_are_compared() -> None:
     """Batches of another signal lie somewhere else: the first rounds were scored far below."""
     one = run().go(KEPT + STEPS)
     one.scheduler.converge()
-    told = copy.deepcopy(one.scheduler.state_dict())
+    results = copy.deepcopy(one.scheduler.state_dict())
     other = run("unheard")
     other.bare.load_state_dict(one.bare.state_dict())
-    other.scheduler.load_state_dict(told)
+    other.scheduler.load_state_dict(results)
     trial = other.scheduler._run.progress.trial
     assert trial is not None
     assert trial.moves
