@@ -13,7 +13,7 @@ from hdet.control.spike_guard import NEW_DATA_AFTER, NOISE_CYCLES, Guard, SpikeM
 
 def test_replica_is_excluded_for_a_loss_or_weights_that_are_not_finite() -> None:
     result = check_health([1.0, math.inf, 1.0, None], [True, True, False, True], step=7)
-    assert result.fit == (0, 3)
+    assert result.healthy == (0, 3)
     assert result.excluded == {1: "loss is inf", 2: "weights are not finite"}
 
 
@@ -26,8 +26,8 @@ def test_replica_with_a_loss_far_above_the_others_is_an_outlier() -> None:
     assert watch.outliers([2.5, 2.6, 2.75, 2.6], [0.0] * 4) == {}  # a tenth of the gain is more
     assert watch.outliers([2.5, 9.0, None, 2.5], [0.0] * 4) == {}  # three may not know
     result = check_health([2.5, 2.6, 9.0, math.nan], [True] * 4, step=1).without({2: "far"})
-    assert result.fit == (0, 1)
-    assert result.sound == (0, 1, 2)
+    assert result.healthy == (0, 1)
+    assert result.comparable == (0, 1, 2)
     assert result.excluded == {3: "loss is nan", 2: "far"}
 
 

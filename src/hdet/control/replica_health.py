@@ -21,19 +21,19 @@ class ReplicaHealth(NamedTuple):
     """The replicas that are averaged, and why each of the others is not.
 
     Attributes:
-        fit: The replicas that are averaged.
+        healthy: The replicas that are averaged.
         excluded: The other replicas, each with the reason.
-        sound: The replicas with finite weights and losses: they can be compared, also outliers.
+        comparable: The replicas with finite weights and losses: also outliers can be compared.
     """
 
-    fit: tuple[int, ...]
+    healthy: tuple[int, ...]
     excluded: dict[int, str]
-    sound: tuple[int, ...] = ()
+    comparable: tuple[int, ...] = ()
 
     def without(self, outliers: Mapping[int, str]) -> "ReplicaHealth":
         """The same with outliers excluded, which can still be compared."""
-        fit = tuple(replica for replica in self.fit if replica not in outliers)
-        return self._replace(fit=fit, excluded={**self.excluded, **outliers})
+        healthy = tuple(replica for replica in self.healthy if replica not in outliers)
+        return self._replace(healthy=healthy, excluded={**self.excluded, **outliers})
 
 
 def check_health(
@@ -45,7 +45,7 @@ def check_health(
         ReplicasLost: No replica has both.
 
     >>> check_health([0.5, float("nan")], [True, True], step=10)
-    ReplicaHealth(fit=(0,), excluded={1: 'loss is nan'}, sound=(0,))
+    ReplicaHealth(healthy=(0,), excluded={1: 'loss is nan'}, comparable=(0,))
     """
     excluded: dict[int, str] = {}
     for replica, (loss, finite) in enumerate(zip(losses, finite_weights, strict=True)):
@@ -53,10 +53,10 @@ def check_health(
             excluded[replica] = "weights are not finite"
         elif loss is not None and not math.isfinite(loss):
             excluded[replica] = f"loss is {loss}"
-    fit = tuple(r for r in range(len(losses)) if r not in excluded)
-    if not fit:
+    healthy = tuple(r for r in range(len(losses)) if r not in excluded)
+    if not healthy:
         raise ReplicasLost(_no_replica_left(excluded, step))
-    return ReplicaHealth(fit, excluded, fit)
+    return ReplicaHealth(healthy, excluded, healthy)
 
 
 def _no_replica_left(excluded: dict[int, str], step: int) -> str:

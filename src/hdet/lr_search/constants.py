@@ -73,7 +73,7 @@ has so low a mean that its run survives that (a choice)."""
 
 NEARLY_BEST_SHARE = 0.07
 """The choice may gain less than the best by this share: set on language and fine-tuning of
-benchmarks/results/settle.json with benchmarks/foresight.py."""
+benchmarks/results/settle.json with benchmarks/learning_rate/foresight.py."""
 FLAT_WITHIN_ERRORS = 0.5
 """Points of a refinement within this many standard errors of the lowest are no worse: set on the
 vision runs without a probe of benchmarks/results/settle.json."""

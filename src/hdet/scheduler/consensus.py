@@ -42,7 +42,7 @@ class Consensus:
         report, health = run.exchange_health(*ALL_KINDS)
         self._phases.cycle_end.note_first_loss(report)  # so that a state that is saved now has it
         kinds = ALL_KINDS if report.optimizer_states_match else WEIGHTS
-        num_bytes = run.weights.averager.average_(health.fit, kinds, report.agreed)
+        num_bytes = run.weights.averager.average_(health.healthy, kinds, report.agreed)
         if health.excluded and not report.optimizer_states_match:
             num_bytes += run.reseed(health)
         stopwatch.mark()
@@ -88,4 +88,4 @@ class Consensus:
         if run.elastic is not None and not run.elastic.are_members_unchanged:
             raise Interrupted("the set of replicas changed since the last average")
         report, health = run.exchange_health(*WEIGHTS)
-        return run.weights.averager.at_average(health.fit, WEIGHTS, report.agreed)
+        return run.weights.averager.at_average(health.healthy, WEIGHTS, report.agreed)

@@ -145,8 +145,10 @@ class CycleEnd:
         """Let the controller move the knobs, and return the event of the cycle."""
         run = self._run
         used = [(knob.state.scale, knob.factors()) for knob in run.knob_bank.knobs]
-        moves = run.knob_bank.move_knobs(report.losses, health.sound, report.errors, report.scores)
-        losses = [loss for r in health.fit if (loss := report.losses[r]) is not None]
+        moves = run.knob_bank.move_knobs(
+            report.losses, health.comparable, report.errors, report.scores
+        )
+        losses = [loss for r in health.healthy if (loss := report.losses[r]) is not None]
         if run.base.wants_metric and losses:
             run.base.advance(fmean(losses))
         rows = zip(run.knob_bank.knobs, used, moves.moves, moves.slopes, strict=True)
@@ -208,7 +210,7 @@ class CycleEnd:
         averages_state = policy == "average" and report.optimizer_states_match
         kinds = ALL_KINDS if averages_state else WEIGHTS
         exact = bool(health.excluded)  # error feedback of an excluded replica means nothing
-        num_bytes = run.weights.averager.average_(health.fit, kinds, report.agreed, exact=exact)
+        num_bytes = run.weights.averager.average_(health.healthy, kinds, report.agreed, exact=exact)
         if policy == "reset":
             run.weights.reset_state_()
         elif health.excluded and not averages_state:
@@ -221,7 +223,7 @@ class CycleEnd:
         health = check_health(report.losses, report.finite, step=run.progress.step)
         if run.good_point is None or not run.can_diverge():
             return health
-        losses = [loss if r in health.fit else None for r, loss in enumerate(report.losses)]
+        losses = [loss if r in health.healthy else None for r, loss in enumerate(report.losses)]
         return health.without(run.good_point.monitor.outliers(losses, report.errors))
 
     def _spike(self, good_point: GoodPoint, report: CycleReport) -> str | None:
@@ -236,7 +238,7 @@ class CycleEnd:
     def _mean_loss(self, report: CycleReport) -> tuple[float | None, float | None]:
         """Return the mean loss of healthy replicas and its error; NaN if no replica is."""
         try:
-            return report.mean_of(self._check_health(report).fit)
+            return report.mean_of(self._check_health(report).healthy)
         except ReplicasLost:
             return math.nan, None
 

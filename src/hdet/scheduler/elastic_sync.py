@@ -84,9 +84,9 @@ class ElasticSync:
         report, health = run.exchange_health(*WEIGHTS)
         lost = tuple(health.excluded)
         health = health.without(dict.fromkeys(members.newcomers, "has just joined"))
-        num_bytes = run.weights.averager.average_(health.fit, WEIGHTS, report.agreed)
+        num_bytes = run.weights.averager.average_(health.healthy, WEIGHTS, report.agreed)
         if lost:
-            num_bytes += run.weights.reseed_state_(health.fit[0], lost)
+            num_bytes += run.weights.reseed_state_(health.healthy[0], lost)
         stopwatch.mark()
         event = ConvergeEvent(
             step=run.progress.step,
@@ -98,7 +98,7 @@ class ElasticSync:
             run.start_cycle(is_partial=True)
             return
         run.knob_bank.move_knobs([None] * run.replicas.size, ())  # the decay continues
-        losses = [loss for r in health.fit if (loss := report.losses[r]) is not None]
+        losses = [loss for r in health.healthy if (loss := report.losses[r]) is not None]
         if run.base.wants_metric and losses:
             run.base.advance(fmean(losses))
         run.knob_bank.resize(run.replicas.size)

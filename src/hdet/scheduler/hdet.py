@@ -335,7 +335,7 @@ class HDET(RunReadings):
         run.start_record()
 
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
-        """Return the schedule whose decay the controller takes over; none in scale form."""
+        """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""
         return None
 
     def _refuse_while_visiting(self, call: str) -> None:

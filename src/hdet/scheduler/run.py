@@ -294,12 +294,12 @@ class Run:
 
     def reseed(self, health: ReplicaHealth) -> int:
         """Give excluded replicas the optimizer state of a healthy one; return the bytes sent."""
-        return self.weights.reseed_state_(health.fit[0], tuple(health.excluded))
+        return self.weights.reseed_state_(health.healthy[0], tuple(health.excluded))
 
     def average_now(self) -> None:
         """Average the weights without an outer step."""
         report, health = self.exchange_health(*WEIGHTS)
-        self.weights.averager.average_without_outer_step_(health.fit, WEIGHTS, report.agreed)
+        self.weights.averager.average_without_outer_step_(health.healthy, WEIGHTS, report.agreed)
 
     def device(self) -> torch.device:
         groups = self.optimizer.param_groups

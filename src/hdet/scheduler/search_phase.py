@@ -271,7 +271,7 @@ class SearchPhase:
 
     def _score_start(self, trial: SearchTrial, report: CycleReport) -> CycleReport | None:
         """Score the start on the same batches: once, or in each round if batches are added."""
-        known = trial.search.start_score is not None and not trial.moves
+        known = trial.search.start_score is not None and not trial.compares_gains
         if report.scores is None or known:
             return None
         self._run.weights.tail.clear()

@@ -112,7 +112,7 @@ class SearchTrial:
         return "losses" if self.held_out is None else "held out"
 
     @property
-    def moves(self) -> bool:
+    def compares_gains(self) -> bool:
         """Whether rounds are scored on different batches, so that only gains can be compared."""
         return self.held_out is not None or self._compared_by_before not in (None, self.by)
 
@@ -190,7 +190,12 @@ class SearchTrial:
         if at_start is not None and at_start.scores is not None:
             before = fmean(at_start.scores[0])
         known = self.search.start_score
-        if self.moves and known is not None and before is not None and math.isfinite(before):
+        if (
+            self.compares_gains
+            and known is not None
+            and before is not None
+            and math.isfinite(before)
+        ):
             points, before = [point.shifted_by(known - before) for point in points], None
         self.search.record_round(points, self._gradient_norms, before)
 

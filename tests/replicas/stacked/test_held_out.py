@@ -472,7 +472,7 @@ def test_after_a_resume_with_losses_only_gains_are_compared() -> None:
     other.scheduler.load_state_dict(results)
     trial = other.scheduler._run.progress.trial
     assert trial is not None
-    assert trial.moves
+    assert trial.compares_gains
     assert trial.by == "losses"
     start_score = trial.search.start_score
     while other.scheduler.is_scouting:
@@ -573,7 +573,7 @@ def test_state_knows_what_scored_the_start_after_any_number_of_resumes() -> None
         one = other
         trial = one.scheduler._run.progress.trial
         assert trial is not None
-        assert trial.moves
+        assert trial.compares_gains
 
 
 def test_loss_that_cannot_be_repeated_falls_back_to_training_losses() -> None:
