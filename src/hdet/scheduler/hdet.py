@@ -55,6 +55,7 @@ class HDET(RunReadings):
     `HDET` is exactly the base schedule.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> base = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
