@@ -547,7 +547,7 @@ def test_elastic_replicas_have_their_own_knob_values(pool: Processes, lighthouse
     for rank, (wanted, own, results) in enumerate(answers):
         assert len(set(wanted)) > 1
         assert own == pytest.approx(wanted[rank])
-        assert all("weights of this replica alone" in text for text in results)
+        assert all("weights of this replica only" in text for text in results)
 
 
 # What cannot be -----------------------------------------------------------------------------------
