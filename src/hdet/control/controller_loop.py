@@ -110,12 +110,12 @@ class ControllerLoop:
 def comparable_scores(
     losses: Sequence[float | None],
     scores: Sequence[Sequence[float]] | None,
-    fit: Sequence[int],
+    comparable: Sequence[int],
 ) -> dict[int, Sequence[float]]:
     """The scores, or else the loss, of each healthy replica that has finite ones."""
     if scores is None:
-        return {r: [loss] for r in fit if (loss := losses[r]) is not None}
-    return {r: scores[r] for r in fit if scores[r] and all(map(math.isfinite, scores[r]))}
+        return {r: [loss] for r in comparable if (loss := losses[r]) is not None}
+    return {r: scores[r] for r in comparable if scores[r] and all(map(math.isfinite, scores[r]))}
 
 
 def move_against_each_other(knobs: Sequence[KnobState], moves: Sequence[Move]) -> list[Move]:

@@ -123,7 +123,7 @@ class KnobBank:
     def move_knobs(
         self,
         losses: Sequence[float | None],
-        fit: Sequence[int],
+        comparable: Sequence[int],
         errors: Sequence[float | None] = (),
         scores: Sequence[Sequence[float]] | None = None,
     ) -> CycleMoves:
@@ -131,18 +131,18 @@ class KnobBank:
 
         Args:
             losses: The mean training loss of each replica; None if it has none.
-            fit: The healthy replicas.
+            comparable: The replicas that can be compared.
             errors: The standard error of each loss.
             scores: The scores of each replica, one per batch of a probe; None to compare losses.
         """
-        shown = comparable_scores(losses, scores, fit)
+        shown = comparable_scores(losses, scores, comparable)
         return self._loop.move_knobs(
             self.knobs,
             shown,
             errors,
             num_replicas=self._num_replicas,
             explores=not self.closed and self.is_spread(),
-            pause=self._pause(complete=len(shown) == len(fit) or scores is not None),
+            pause=self._pause(complete=len(shown) == len(comparable) or scores is not None),
         )
 
     def _pause(self, *, complete: bool) -> str | None:
