@@ -1,7 +1,6 @@
 """Warnings that point at the user's line, and the log lines of decisions that change a run.
 
-Importing hdet does not configure logging. The first line decides how lines are shown: as the user
-has configured logging, or else on stderr.
+hdet never configures logging. Log lines go where the user's logging shows them, or else to stderr.
 """
 
 import logging
@@ -30,18 +29,21 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def info(text: str) -> None:
-    """Log one line about a decision that changes the run.
+    """Say one decision that changes the run, in one line.
 
-    The line is visible by default. `hdet.set_verbosity` and the configuration of the logger `hdet`
-    change that.
+    The line is visible by default. It goes through the logger `hdet` where the user's logging
+    shows it, and to stderr otherwise. `hdet.set_verbosity` and the level of the logger hide it.
 
     Args:
-        text: What was decided, and why. It is logged as one line behind `hdet: `.
+        text: What was decided, and why.
     """
-    if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
-        LOGGER.setLevel(logging.INFO)
-        _show_on_stderr()
-    LOGGER.info("hdet: %s", " ".join(text.split()))
+    line = " ".join(text.split())
+    if LOGGER.disabled or LOGGER.manager.disable >= logging.INFO:
+        return
+    if LOGGER.isEnabledFor(logging.INFO) and LOGGER.hasHandlers():
+        LOGGER.info("%s", line)
+    elif LOGGER.level <= logging.INFO:  # a root logger at WARNING was not meant for hdet
+        print(f"hdet: {line}", file=sys.stderr, flush=True)
 
 
 def set_verbosity(level: int | str) -> None:
@@ -55,7 +57,7 @@ def set_verbosity(level: int | str) -> None:
 
     Raises:
         TypeError: If `level` is neither an integer nor a string.
-        ValueError: If `level` is not the name of a level.
+        ValueError: If `level` is negative or not the name of a level.
 
     Example:
         >>> set_verbosity("WARNING")
@@ -66,24 +68,10 @@ def set_verbosity(level: int | str) -> None:
     if isinstance(level, bool) or not isinstance(level, int | str):
         raise TypeError(f"`level` must be a logging level such as 'INFO', got {level!r}.")
     levels = logging.getLevelNamesMapping()
-    if isinstance(level, str) and level.upper() not in levels:
+    is_known = level.upper() in levels if isinstance(level, str) else level >= 0
+    if not is_known:
         raise ValueError(f"`level` must be one of {', '.join(levels)}, got {level!r}.")
     LOGGER.setLevel(levels[level.upper()] if isinstance(level, str) else level)
-    if LOGGER.level != logging.NOTSET and not LOGGER.hasHandlers():
-        _show_on_stderr()
-
-
-class _StderrHandler(logging.Handler):
-    """Writes lines to stderr, unless the root logger has handlers that write them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # A user who configures logging after the first line must not see each line twice.
-        if not logging.getLogger().handlers:
-            print(self.format(record), file=sys.stderr, flush=True)
-
-
-def _show_on_stderr() -> None:
-    LOGGER.addHandler(_StderrHandler())
 
 
 def _stacklevel(frame: FrameType | None) -> int:

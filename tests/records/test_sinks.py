@@ -114,3 +114,21 @@ def events_of_this_process(rank: int) -> int:
 
 def test_only_the_first_process_writes(processes: Processes) -> None:
     assert processes(2, events_of_this_process) == [3, 0]
+
+
+class Changing(Memory):
+    """Changes the events that it receives."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        dict.clear(event)  # type: ignore[arg-type]
+
+
+def test_sink_that_changes_its_events_leaves_the_other_sinks_alone(tmp_path: Path) -> None:
+    train([Changing(), tmp_path])
+    assert [line["event"] for line in lines_of(tmp_path)] == ["run", *["cycle"] * 3, "note"]
+
+
+@pytest.mark.parametrize("record", [b"runs", "", 3])
+def test_record_that_names_no_folder_is_refused(record: Any) -> None:
+    with pytest.raises(TypeError, match="`record` must be a folder"):
+        train(record)

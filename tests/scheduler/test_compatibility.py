@@ -78,6 +78,19 @@ def test_hdet_rejects_a_controller_of_the_wrong_type() -> None:
         hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), controller="paper", preset="paper")  # type: ignore[arg-type]
 
 
+class OnlyUpdates:
+    """Lacks two members of a controller."""
+
+    def update(self, state: Any, evidence: Any) -> Any: ...
+
+
+def test_hdet_names_the_members_that_a_controller_lacks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    given: Any = OnlyUpdates()
+    with pytest.raises(TypeError, match=r"without warmup_steps, weigh\.$"):
+        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), controller=given, preset="paper")
+
+
 def test_hdet_rejects_a_lazy_parameter() -> None:
     model = nn.LazyLinear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -77,10 +77,11 @@ def check_record(record: Record | None) -> tuple[RecordTarget, ...]:
     """
     if record is None:
         return ()
-    is_one = isinstance(record, (str, Path, Sink))
+    is_one = isinstance(record, (str, bytes, Path, Sink))
     targets = (record,) if is_one or not isinstance(record, Sequence) else tuple(record)
     for target in targets:
-        if isinstance(target, type) or not isinstance(target, (str, Path, Sink)):
+        is_target = isinstance(target, (str, Path, Sink)) and not isinstance(target, type)
+        if not is_target or target == "":
             raise TypeError(
                 "`record` must be a folder, an object with `write(event)` and `close()`, or a "
                 f"sequence of them, got {target!r}."

@@ -73,10 +73,9 @@ class Recorder:
     def _send(self, event: Event) -> None:
         if not self._sinks:
             return
-        line = as_line(event)
         for sink in tuple(self._sinks):
             try:
-                sink.write(line)
+                sink.write(as_line(event))  # its own: a sink may change the event
             except Exception as error:  # whatever a sink raises: training must not end with it
                 self._sinks.remove(sink)
                 _close_all([sink])

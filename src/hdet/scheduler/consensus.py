@@ -46,6 +46,7 @@ class Consensus:
         if health.excluded and not report.optimizer_states_match:
             num_bytes += run.reseed(health)
         stopwatch.mark()
+        run.log.say_excluded(health.excluded, run.progress.step)
         run.start_cycle(is_partial=True)
         event = ConvergeEvent(
             step=run.progress.step,
@@ -88,4 +89,5 @@ class Consensus:
         if run.elastic is not None and not run.elastic.are_members_unchanged:
             raise Interrupted("the set of replicas changed since the last average")
         report, health = run.exchange_health(*WEIGHTS)
+        run.log.say_excluded(health.excluded, run.progress.step)
         return run.weights.averager.at_average(health.healthy, WEIGHTS, report.agreed)

@@ -47,7 +47,6 @@ class CycleEnd:
             return
         sees_new_data = run.good_point is not None and run.good_point.monitor.sees_new_data
         health, num_bytes = self._average(report, waits=sees_new_data)
-        self._say_excluded(health)
         stopwatch.mark()
         event = self._move_knobs(report, health, trained_with, num_bytes)
         correction = self._correct_scale()
@@ -71,13 +70,6 @@ class CycleEnd:
         run.log.info(f"guard raised the learning rate again, by {factor:.3g}: {RELIEF}.")
         step = run.progress.step
         return GuardEvent(step=step, reason=RELIEF, back_to=step, factor=factor)
-
-    def _say_excluded(self, health: ReplicaHealth) -> None:
-        for replica, reason in health.excluded.items():
-            self._run.log.info(
-                f"replica {replica} was left out of the average at step "
-                f"{self._run.progress.step}: {reason}."
-            )
 
     def note_first_loss(self, report: CycleReport) -> None:
         """Tell guard and stall detector the loss of the first step, once."""
@@ -200,6 +192,7 @@ class CycleEnd:
         if run.replicas.size == 1:
             return ReplicaHealth((0,), {}, (0,)), 0
         health = self._check_health(report)
+        run.log.say_excluded(health.excluded, run.progress.step)
         # An excluded replica needs the mean now, and so does the end of the run.
         waits = waits or bool(health.excluded) or run.progress.is_over()
         if run.settings.overlap and not waits:

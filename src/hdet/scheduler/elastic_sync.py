@@ -83,6 +83,7 @@ class ElasticSync:
         stopwatch = Stopwatch(run.device())
         report, health = run.exchange_health(*WEIGHTS)
         lost = tuple(health.excluded)
+        run.log.say_excluded(health.excluded, run.progress.step)
         health = health.without(dict.fromkeys(members.newcomers, "has just joined"))
         num_bytes = run.weights.averager.average_(health.healthy, WEIGHTS, report.agreed)
         if lost:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet._messages import Warn, warn
+from hdet._messages import Warn
 from hdet._validation import number_of
 from hdet.control.controller import Controller
 from hdet.control.one_cycle_bounds import OneCycleBounds
@@ -284,7 +284,7 @@ class HDET(RunReadings):
         """
         run, trial = self._run, self._run.progress.trial
         if run.progress.replicas_differ and not self._visiting:
-            warn(
+            run.log.warn(
                 "the state is saved in the middle of a cycle: the weights beside it are those of "
                 "one replica. Call `converge()` on all replicas before saving."
             )

@@ -10,7 +10,11 @@ from hdet.scheduler.run import Run
 from hdet.scheduler.search_phase import SearchPhase
 
 Phase = SearchPhase | CyclePhase | EndedPhase
-"""Each has `step()`, which advances the run by one step."""
+"""Each has `step()`, which advances the run by one step.
+
+The next phase is read from the progress of the run instead of returned by `step()`: a checkpoint,
+`converge()` and `scout_again()` change it too, between steps.
+"""
 
 
 class Phases:

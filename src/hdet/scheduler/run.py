@@ -299,6 +299,7 @@ class Run:
     def average_now(self) -> None:
         """Average the weights without an outer step."""
         report, health = self.exchange_health(*WEIGHTS)
+        self.log.say_excluded(health.excluded, self.progress.step)
         self.weights.averager.average_without_outer_step_(health.healthy, WEIGHTS, report.agreed)
 
     def device(self) -> torch.device:

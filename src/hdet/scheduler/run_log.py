@@ -1,6 +1,6 @@
 """RunLog: what a run reports while it trains: events of its record, warnings and times."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -86,6 +86,11 @@ class RunLog:
         """Say a decision that changes the run, on the first process."""
         if self._is_first:
             _messages.info(text)
+
+    def say_excluded(self, excluded: Mapping[int, str], step: int) -> None:
+        """Say which replicas an average leaves out, and why."""
+        for replica, reason in excluded.items():
+            self.info(f"replica {replica} was left out of the average at step {step}: {reason}.")
 
     def warn(self, text: str) -> None:
         """Warn on the first process."""

@@ -16,6 +16,8 @@ from hdet.weights.outer_optimizer import OptimizerFactory, describe_outer
 GRADIENTS = ("shared", "local")
 OPTIMIZER_STATES = ("keep", "average", "reset")
 OVERRUNS = ("hold", "extend", "raise")
+CONTROLLER_MEMBERS = ("warmup_steps", "weigh", "update")
+"""What a controller must have; the other members of `BaseController` have defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +72,13 @@ class Settings:
         check_choice("on_overrun", self.on_overrun, OVERRUNS)
 
     def _check_parts(self) -> None:
-        is_controller = hasattr(self.controller, "update") and not isinstance(self.controller, type)
-        if self.controller is not None and not is_controller:
+        controller = self.controller
+        missing = [name for name in CONTROLLER_MEMBERS if not hasattr(controller, name)]
+        if controller is not None and (missing or isinstance(controller, type)):
             raise TypeError(
                 "`controller` must be a controller such as hdet.PaperController(), None or "
-                f"'auto', got {self.controller!r}."
+                f"'auto', got {controller!r}"
+                + (f" without {', '.join(missing)}." if missing else ".")
             )
         if self.scout is not None and not isinstance(self.scout, Scout):
             raise TypeError(

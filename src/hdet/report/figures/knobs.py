@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hdet.control.knob_state import INTERVAL_IN_ERRORS
 from hdet.control.regression import DecayedSlope
 from hdet.records.events import KnobEntry
 from hdet.records.history import History
@@ -194,7 +195,7 @@ def sensitivity(history: History) -> Plot | None:
         traces += _interval(points, index, f"s{index}")
         line = [(step, slope) for step, slope, _ in points]
         trace = curve(label(name), line, own_steps=True, legendgroup=f"s{index}", **look(index, 2))
-        trace["text"] = [f" ± {1.96 * error:.2g}" for _, _, error in points]
+        trace["text"] = [f" ± {INTERVAL_IN_ERRORS * error:.2g}" for _, _, error in points]
         trace["hovertemplate"] = "%{y:.3~g}%{text}"
         trace["mode"] = "lines" if len(points) > 1 else "lines+markers"
         traces.append(trace)
@@ -223,8 +224,8 @@ def _interval(points: Sequence[tuple[int, float, float]], index: int, group: str
         "legendgroup": group,
         "name": "interval",
     }
-    low = [rounded(slope - 1.96 * error) for _, slope, error in points]
-    high = [rounded(slope + 1.96 * error) for _, slope, error in points]
+    low = [rounded(slope - INTERVAL_IN_ERRORS * error) for _, slope, error in points]
+    high = [rounded(slope + INTERVAL_IN_ERRORS * error) for _, slope, error in points]
     fill = {"fill": "tonexty", "fillcolor": f"{colour(index)}/0.12"}
     return [{**edge, "y": low}, {**edge, "y": high, **fill}]
 

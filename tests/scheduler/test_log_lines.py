@@ -1,0 +1,77 @@
+"""One log line for each decision that changes a run: scout result, rollback, exclusion."""
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import hdet
+from tests.small_run import SmallRun, loss_of
+
+
+def stacked(**options: object) -> SmallRun:
+    model = torch.nn.Linear(3, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = {"total_steps": 400, "scout": None, "guard": None, **options}
+    return SmallRun(
+        "stacked", 0, 4, model, optimizer, lambda made: LambdaLR(made, lambda _: 1.0), **schedule
+    )
+
+
+def lines(captured: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in captured.readouterr().err.splitlines() if line.startswith("hdet:")]
+
+
+def poison(run: SmallRun, replica: int) -> None:
+    next(run.modules()[replica].parameters()).data.fill_(math.nan)
+
+
+def test_scout_result_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    probe = hdet.Probe(lambda model: loss_of(model, torch.ones(4, 3, dtype=torch.float64)))
+    run = stacked(preset="best", scout=hdet.Scout(), probe=probe, total_steps=2000)
+    while run.scheduler.is_scouting:
+        run.step()
+    (line,) = lines(capsys)
+    chosen = run.scheduler.get_base_lr()[0]
+    assert line.startswith(f"hdet: scout chose {chosen:.3g} (")
+    assert "x the given 0.01) after" in line
+    assert "range tried" in line
+
+
+def test_exclusion_at_the_end_of_a_cycle_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    run = stacked(sync_every=2, gradients="local")
+    run.step()
+    poison(run, 2)
+    run.step()
+    (line,) = lines(capsys)
+    assert line.startswith("hdet: replica 2 was left out of the average at step 2: ")
+
+
+@pytest.mark.parametrize("how", ["converge", "consensus"])
+def test_exclusion_on_demand_is_logged(capsys: pytest.CaptureFixture[str], how: str) -> None:
+    run = stacked(sync_every=100)
+    run.step()
+    poison(run, 1)
+    if how == "converge":
+        run.scheduler.converge()
+    else:
+        with run.scheduler.consensus():
+            pass
+    (line,) = lines(capsys)
+    assert line == (
+        "hdet: replica 1 was left out of the average at step 1: weights are not finite."
+    )
+
+
+def test_rollback_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    run = stacked(sync_every=2, guard=hdet.Guard(), spread=0.0, controller=None)
+    for _ in range(8):
+        run.step()
+    for replica in range(4):
+        poison(run, replica)
+    for _ in range(2):
+        run.step()
+    (line,) = lines(capsys)
+    assert line.startswith("hdet: guard restored the weights of step 8 at step 10 (")
+    assert "the learning rate is multiplied by" in line
