@@ -8,7 +8,7 @@ import pytest
 from tools import fill_numbers as numbers
 
 ROOT = Path(__file__).parent.parent.parent
-CLAIMS = ("README.md", "docs/explanation/results.md")
+CLAIMS = ("README.md", "docs/explanation/results.md", "docs/explanation/limits.md")
 META = ("commit", "date", "device", "versions", "seeds", "settings", "headline")
 RESULTS = sorted(numbers.RESULTS.glob("*.json"))
 
