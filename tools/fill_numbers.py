@@ -160,7 +160,8 @@ def filled(text: str, folder: Path = RESULTS) -> str:
 
 LINK = re.compile(r"!?\[[^\]]*\]\([^)]*\)|<https?://[^>]*>|https?://\S+")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-CLAIM = re.compile(r"\d+\.\d+|\d+\s?%")
+COUNT = r"\d+|one|two|three|four|five|six|seven|eight|nine|ten"
+CLAIM = re.compile(rf"(?i)\d+\.\d+|\d+\s?%|\b(?:{COUNT})\s+of\s+(?:{COUNT})\b")
 ALLOWED = (
     re.compile(r"(?i)\b(python|torch|pytorch|hdet|version|cuda)\s+v?\d+(\.\d+)+\+?"),
     re.compile(r"\bv?\d+\.\d+\.\d+\b"),
@@ -171,10 +172,10 @@ ALLOWED = (
 
 
 def stray_numbers(text: str) -> list[str]:
-    """Decimal numbers and percentages that no marker holds, with their lines.
+    """Decimal numbers, percentages and counts that no marker holds, with their lines.
 
-    >>> stray_numbers("It needs torch 2.6. It ends 0.24 % behind.")
-    ['1: 0.24']
+    >>> stray_numbers("It needs torch 2.6. It ends 0.24 % behind, in 3 of 10 runs.")
+    ['1: 0.24', '1: 3 of 10']
     """
     bare = without_code(text)
     for form in (NUMBER, TABLE, COMMENT, LINK, *ALLOWED):

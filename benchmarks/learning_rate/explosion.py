@@ -8,9 +8,9 @@ A scout sees a few steps. What gains most in them is often far below what ends b
 explode is seen in them just as well. For variants of the language model and of its fine-tuning
 (size, batch, length, optimizer) a grid of learning rates is trained to the end, and rounds of 6
 and of 12 steps are made with an eighth of the batch over eight decades. The numbers by which
-`hdet.growth.least` divides come from here; no other task of the settling benchmark has a part. What
-a scout finds there, with a probe and by losses, from three starts, is told beside it, and what that
-costs by the curve of the grid.
+`hdet.lr_search.transfer.lr_floor` divides come from here; no other task of the settling benchmark
+has a part. The file also has what a scout finds there, with a probe and by losses, from three
+starts, and what that costs by the curve of the grid.
 """
 
 import argparse

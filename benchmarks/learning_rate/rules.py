@@ -1,7 +1,8 @@
 """Update rules for many runs at once: every row has its own learning rates and its own scale.
 
 Torch's own (AdamW, SGD) and those of the peers that need no learning rate, each as its paper and
-its package state it; `tests/test_rules.py` holds them against the packages, step by step.
+its package state it. `tests/benchmarks/test_rules.py` compares them with the packages, step by
+step.
 """
 
 import math

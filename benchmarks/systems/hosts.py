@@ -8,7 +8,7 @@ and with shared gradients over the slow one. A step between two cycles, the whol
 an all-reduce of the same bytes are timed on their own, each by the median, in five rounds of which
 the fastest counts: four processes share what cores there are. Local training is limited by the
 converge alone if its other steps take as long over the slow link as over a free one, and the end of
-a cycle longer by the all-reduce. tests/test_hosts.py has the same hosts.
+a cycle longer by the all-reduce. tests/contracts/test_hosts.py has the same hosts.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""The headline of every stored result follows from the rows beside it."""
+"""The headline of every stored result follows from the rows beside it.
+
+cost.json has no rows: it stores percentages only. The count of recompiles has no rows either.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +24,9 @@ from benchmarks.learning_rate import (
     trackers,
     wrong,
 )
+from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.result_file import RESULTS, flat, plain_json, read_result
-from benchmarks.systems import hosts, scale, stacked
+from benchmarks.systems import converge, hosts, overhead, scale, stacked, tensor_sets
 
 Result = dict[str, Any]
 
@@ -39,13 +43,54 @@ def of_knobs(results: Result) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value == value}
 
 
+def of_converge(results: Result) -> dict[str, Any]:
+    settings = {name: results["settings"][name] for name in tensor_sets.Settings._fields}
+    report = converge.report(tensor_sets.Settings(**settings), results)
+    return dict(report["headline"])
+
+
+def of_groups(results: Result) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for task, numbers in results["tasks"].items():
+        changes = {name: change["truth_pct"] for name, change in numbers["changes"].items()}
+        best = min(changes, key=changes.__getitem__)
+        found[f"{TASK_WORDS[task]}_best_change"] = best
+        found[f"{TASK_WORDS[task]}_best_change_pct"] = changes[best]
+    return found
+
+
+def of_overhead(results: Result) -> dict[str, Any]:
+    """The comparison with peers is that of converge.json."""
+    parts = results["seconds"]
+    beside = of_converge(read_result(RESULTS / "converge.json"))
+    return {
+        **{f"{length}_over_ddp": value for length, value in overhead.ratios(parts).items()},
+        **overhead.added(parts),
+        "host_syncs_per_step": parts["waits"],
+        "cycle_bytes_over_model_bytes": parts["cycle_bytes"] / parts["model_bytes"],
+        "decision_ms_n64_k16": results["decision_ms"]["n64_k16"],
+        **{name: beside[name] for name in converge.BESIDE_PEERS},
+        **overhead.gpu_headline({name: on_gpu(results["h200"][name]) for name in overhead.ENGINES}),
+    }
+
+
+def on_gpu(results: Result) -> Result:
+    """The ratios of one engine, from its seconds."""
+    parts = results["seconds"]
+    busy = overhead.busy(parts, results["device"], results["ahead"])
+    return {**results, "over_plain": overhead.ratios(parts), "busy": busy}
+
+
 HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "confirm": lambda results: confirm.headline(results["rows"], results["settings"]["plan"][3]),
+    "converge": of_converge,
     "curves": lambda results: curves.headline(results["cases"]),
     "explosion": lambda results: explosion.headline(results["cases"]),
+    "groups": of_groups,
     "hosts": lambda results: hosts.headline(results["cases"]),
     "knobs": of_knobs,
     "knobs.fresh": of_knobs,
+    "overhead": of_overhead,
     "rewind": lambda results: rewind.headline(results["tasks"]),
     "scale": lambda results: scale.answer(results["points"])["headline"],
     "scouts": lambda results: scouts.headline(results["scouts"]),
@@ -67,6 +112,29 @@ def test_the_headline_follows_from_the_rows(name: str) -> None:
     for key, value in stored.items():
         is_number = isinstance(value, (int, float))
         assert found[key] == (pytest.approx(value, rel=1e-5) if is_number else value), key
+
+
+def test_the_parts_of_the_cost_stand_in_its_headline() -> None:
+    results = read_result(RESULTS / "cost.json")
+    for part in ("ddp", "launches"):
+        stored = {
+            name.removeprefix(f"{part}_"): value
+            for name, value in results["headline"].items()
+            if name.startswith(f"{part}_")
+        }
+        assert stored == results[part]["numbers"]
+
+
+@pytest.mark.parametrize("kind", ["losses", "probe"])
+@pytest.mark.parametrize("plan", ["", "long_", "large_", "ddp_"])
+def test_the_cost_is_that_of_the_scout_and_of_the_rest(plan: str, kind: str) -> None:
+    stored = read_result(RESULTS / "cost.json")["headline"]
+    scout, rest, cost = (stored[f"{plan}{kind}_{part}_pct"] for part in ("scout", "rest", "cost"))
+    assert scout + rest == pytest.approx(cost, abs=1e-5)
+
+
+def test_every_result_file_but_that_of_the_cost_is_recomputed() -> None:
+    assert {path.stem for path in RESULTS.glob("*.json")} - HEADLINES.keys() == {"cost"}
 
 
 def test_the_tables_follow_from_the_rows() -> None:

@@ -42,7 +42,7 @@ def test_the_papers_rule_does_not_get_there() -> None:
     assert ended.values["weight_decay"] < best["weight_decay"] / 3
 
 
-def test_of_six_knobs_five_find_their_places_and_one_without_effect_stays() -> None:
+def test_five_of_six_knobs_are_found_and_the_dummy_stays_near_its_start_on_seed_0() -> None:
     assert SIX.best is not None
     best = dict(SIX.best(0))
     starts = {
@@ -53,5 +53,5 @@ def test_of_six_knobs_five_find_their_places_and_one_without_effect_stays() -> N
     for name, value in ended.values.items():
         if name != "dummy":
             assert 1 / 1.5 < ratio(SPACES.get(name, "log"), value, best[name]) < 1.5, name
-    # Nothing pushes it: it is still within its own spread, where all others went a factor of ten.
+    # Other seeds may let it drift: nothing holds a knob without effect (see dummy_moved_runs).
     assert 1 / 1.5 < ended.values["dummy"] < 1.5

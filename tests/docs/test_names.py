@@ -1,7 +1,9 @@
-"""Files, modules, classes and functions that pages name exist in the code."""
+"""Files, modules, classes and functions that pages, docstrings and comments name exist."""
 
 import ast
+import io
 import re
+import tokenize
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +19,16 @@ DOTTED = re.compile(r"hdet(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 PLACED = re.compile(r"((?:`[A-Za-z_][\w.]*`(?:, | and )?)+) in `([\w/]+\.py)`")
 """Names with the file that holds them: `one` and `Other.member` in `package/module.py`."""
+WRITTEN = re.compile(
+    r"(?<![\w/.-])(?:benchmarks|docs|examples|src|tests|tools)(?:/[\w-]+)*/[\w.-]+"
+    r"\.(?:json|md|py|svg|toml)\b"
+)
+"""A file of this repository in a docstring or in a comment."""
+CODE = [
+    path
+    for folder in ("benchmarks", "examples", "src", "tests", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 OUTSIDE = {"tests", "tools", "benchmarks", "examples", "experiments", "docs", "src"}
 PACKAGES = {path.name for path in SOURCE.iterdir() if path.is_dir()} - {"__pycache__"}
 
@@ -93,6 +105,41 @@ def problems_of(text: str) -> list[str]:
         found = SPAN.findall(names)
         wrong += [f"{n} in {file}" for n in found if not path.exists() or not is_defined(n, path)]
     return wrong
+
+
+def words_of(source: str) -> str:
+    """The docstrings and comments of a module."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    texts = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    return "\n".join([*texts, *comments])
+
+
+def problems_of_code(source: str) -> list[str]:
+    """The names in docstrings and comments that lead nowhere."""
+    words = words_of(source)
+    wrong = [path for path in WRITTEN.findall(words) if not (ROOT / path).exists()]
+    spans = SPAN.findall(words)
+    return wrong + [span for span in spans if DOTTED.fullmatch(span) and not has_name(span)]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_docstrings_and_comments_exist(path: Path) -> None:
+    assert problems_of_code(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""See tests/nothing.py."""', "x = 1  # as `hdet.nothing` does", '"""`docs/nothing.md`"""'],
+)
+def test_a_wrong_name_in_a_docstring_or_comment_is_found(source: str) -> None:
+    assert len(problems_of_code(source)) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -8,7 +8,7 @@ import pytest
 from tools import fill_numbers as numbers
 
 ROOT = Path(__file__).parent.parent.parent
-CLAIMS = ("README.md", "docs/explanation/results.md")
+CLAIMS = ("README.md", "docs/explanation/results.md", "docs/explanation/limits.md")
 META = ("commit", "date", "device", "versions", "seeds", "settings", "headline")
 RESULTS = sorted(numbers.RESULTS.glob("*.json"))
 
@@ -139,10 +139,12 @@ def test_numbers_without_a_marker_are_found() -> None:
             "```",
             "lr = 0.01",
             "```",
-            "A spread of 1/9 and 270 runs are no claims.",
+            "A spread of 1/9, 270 runs and one of them are no claims.",
+            "It is found in 56 of 60 runs, and lost in one of 120 and two of five.",
         ]
     )
-    assert numbers.stray_numbers(text) == ["1: 0.24", "1: 97 %"]
+    counts = ["8: 56 of 60", "8: one of 120", "8: two of five"]
+    assert numbers.stray_numbers(text) == ["1: 0.24", "1: 97 %", *counts]
 
 
 def test_the_command_fails_where_a_page_is_wrong(
