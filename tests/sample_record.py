@@ -50,7 +50,7 @@ class Sample:
         yield self.start()
         if self.scouted:
             yield self.scout()
-            why = self.reason or "loss 9 after 3, above 4"
+            why = self.reason or "mean loss 9 exceeds the limit 4 (recent level 3)"
             results = {"time": 1.7e9, "step": 2, "back_to": 1, "factor": 0.5, "reason": why}
             yield {"event": "guard", **results}
         if first:

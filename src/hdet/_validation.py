@@ -1,4 +1,4 @@
-"""The words of an error at the door: the argument as typed, the rule, the value."""
+"""Checks of arguments. Each error names the argument, the rule and the value."""
 
 import math
 from collections.abc import Sequence

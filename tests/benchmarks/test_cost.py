@@ -9,7 +9,7 @@ from benchmarks.zoo.models import Size
 from benchmarks.zoo.tasks import Plan
 
 
-def test_a_launch_is_what_computes() -> None:
+def test_launched_counts_only_operations_that_compute() -> None:
     a, b = torch.ones(4), torch.ones(4)
     assert launched(lambda: a.view(2, 2).t()) == 0
     assert launched(lambda: torch.empty_like(a)) == 0
@@ -17,7 +17,7 @@ def test_a_launch_is_what_computes() -> None:
     assert launched(lambda: torch._foreach_add_([a, b], 1.0)) == 1
 
 
-def test_scout_and_guard_ask_for_little_more_than_steps() -> None:
+def test_scout_and_guard_launch_few_operations_beside_the_steps() -> None:
     """What a scout of 3 % of the steps has besides is mostly the states that eight optimizers make
     anew in every round, and without a probe the forwards that score it; a guard's copy at the end
     of a cycle is a handful of launches."""

@@ -21,17 +21,17 @@ def case(far: float) -> dict[str, Any]:
     return {"optimizer": "AdamW", "grid": grid, "rounds": [results], "scouts": scouts}
 
 
-def test_the_best_lies_between_those_of_the_grid() -> None:
+def test_best_lr_is_interpolated_between_grid_points() -> None:
     assert explosion.best_of(case(40.0)["grid"]) == pytest.approx(BEST, rel=1e-6)
     assert explosion.best_of([[1.0, 5.0], [2.0, 4.0], [4.0, math.nan]]) == 2.0
     assert explosion.best_of([[1.0, 5.0], [2.0, 4.0], [4.0, 3.0]]) == 4.0
 
 
-def test_an_explosion_is_as_far_as_it_was_made() -> None:
+def test_distance_recovers_a_known_divergence_threshold() -> None:
     assert explosion.distance(case(40.0), 6) == pytest.approx(40.0, rel=1e-3)
 
 
-def test_the_headline_is_flat() -> None:
+def test_explosion_headline_has_plain_numbers() -> None:
     cases = {"a": case(40.0), "b": case(20.0), "c": {**case(5.0), "optimizer": "SGD"}}
     head = explosion.headline(cases)
     assert head["variants"] == 3
@@ -41,7 +41,7 @@ def test_the_headline_is_flat() -> None:
     assert "| x 2 |" in explosion.table(cases)
 
 
-def test_what_a_scout_finds_is_read_off_the_grid() -> None:
+def test_regret_of_a_scout_is_interpolated_on_the_grid() -> None:
     grid = [[1.0, 4.0], [2.0, 2.0], [4.0, 2.2], [8.0, math.nan]]
     one = {"grid": grid, "scouts": {"probe": [2.0, 4.0, 1.0], "losses": [8.0, 2.0, 2.0]}}
     assert explosion.found_in(one, "probe")[1:] == pytest.approx((10.0, 100.0))

@@ -82,7 +82,7 @@ def make_optimizer(
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_a_plain_row_is_torchs_own_loop(kind: str) -> None:
+def test_plain_method_equals_a_torch_training_loop(kind: str) -> None:
     runs = [Run(0.01, 0), Run(0.1, 1)]
     ended = plain(bench(kind), runs)
     for run, end in zip(runs, ended, strict=True):
@@ -130,7 +130,7 @@ def by_the_library(
 @pytest.mark.filterwarnings("ignore:the scout found no")
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("by", ["losses", "held out", "probe"])
-def test_an_hdet_row_is_the_library(kind: str, by: Signal) -> None:
+def test_hdet_method_equals_the_library(kind: str, by: Signal) -> None:
     runs = [Run(0.01, 0), Run(1e-5, 1)]
     ended = with_scout(bench(kind), runs, by=by)
     for run, end in zip(runs, ended, strict=True):
@@ -148,7 +148,7 @@ def test_an_hdet_row_is_the_library(kind: str, by: Signal) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the scout found no")
-def test_a_row_by_group_is_the_library() -> None:
+def test_method_with_lrs_by_group_equals_the_library() -> None:
     run = Run(0.003, 0)
     (end,) = by_group(bench("AdamW", LAYERS), [run])
     how: dict[str, Any] = {"scout": hdet.Scout(), "probe": score}
@@ -162,7 +162,7 @@ def test_a_row_by_group_is_the_library() -> None:
 
 
 @pytest.mark.parametrize("lr", [0.03, 300.0])
-def test_a_row_that_starts_again_is_the_library(lr: float) -> None:
+def test_method_with_a_restart_equals_the_library(lr: float) -> None:
     run = Run(lr, 0)
     (end,) = with_restart(bench("SGD"), [run])
     how: dict[str, Any] = {"scout": "restart", "guard": hdet.Guard(), "probe": score}
@@ -172,7 +172,7 @@ def test_a_row_that_starts_again_is_the_library(lr: float) -> None:
     assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
 
 
-def test_a_guarded_row_is_the_library() -> None:
+def test_method_with_a_guard_equals_the_library() -> None:
     run, watch = Run(300.0, 0), RowGuards(hdet.Guard())
     (end,) = train_rows(bench("SGD"), plans_of(bench("SGD"), [run]), watch=watch)
     expected = by_the_library("SGD", run, guard=hdet.Guard(), spread=0.0, controller=None)
@@ -180,7 +180,7 @@ def test_a_guarded_row_is_the_library() -> None:
     assert end.live["loss"] == pytest.approx(expected, rel=1e-7)
 
 
-def test_the_papers_row_is_the_library() -> None:
+def test_method_of_the_paper_equals_the_library() -> None:
     run = Run(0.03, 3)
     (end,) = METHODS["paper"].train(bench("AdamW"), [run])
     net = model(run.seed)
@@ -199,7 +199,7 @@ def test_the_papers_row_is_the_library() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_trains(name: str) -> None:
+def test_every_method_lowers_the_loss(name: str) -> None:
     method = METHODS[name]
     for kind in method.optimizers:
         ended = method.train(bench(kind), [Run(0.03, 0), Run(0.01, 1)])

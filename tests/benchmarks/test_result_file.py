@@ -15,7 +15,7 @@ def written(path: Path, **parts: Any) -> dict[str, Any]:
     return write_result(path, headline={"a": 1.0}, settings={"n": 8}, seeds=[0, 1], **parts)
 
 
-def test_a_result_says_how_it_was_made(tmp_path: Path) -> None:
+def test_result_file_has_commit_device_versions_and_settings(tmp_path: Path) -> None:
     results = written(tmp_path / "new" / "a.json", rows=[{"loss": math.nan}, {"loss": 1 / 3}])
     assert results == read_result(tmp_path / "new" / "a.json")
     assert set(results) == {
@@ -25,11 +25,13 @@ def test_a_result_says_how_it_was_made(tmp_path: Path) -> None:
     assert results["rows"] == [{"loss": None}, {"loss": 0.3333333}]
 
 
-def test_there_is_nothing_in_a_file_that_does_not_exist(tmp_path: Path) -> None:
+def test_read_result_of_a_missing_file_is_empty(tmp_path: Path) -> None:
     assert read_result(tmp_path / "none.json") == {}
 
 
-def test_rows_of_another_commit_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_with_rows_of_another_commit_has_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {"commit": "0123456", "device": "NVIDIA H200; cpu"}
     results = written(tmp_path / "a.json", kept=kept)
     assert results["commit_note"] == result_file.SEVERAL
@@ -38,7 +40,7 @@ def test_rows_of_another_commit_are_noted(tmp_path: Path, monkeypatch: pytest.Mo
     assert "commit_note" not in same
 
 
-def test_a_headline_is_flat_and_its_keys_are_words(tmp_path: Path) -> None:
+def test_flat_joins_nested_keys_into_identifiers(tmp_path: Path) -> None:
     table = {"ranking, feed: x 1/4": {"median %": 1.0, "lost": 0}, "best": "DoG"}
     assert flat(table) == {
         "ranking_feed_x_1_4_median_pct": 1.0,
@@ -48,7 +50,7 @@ def test_a_headline_is_flat_and_its_keys_are_words(tmp_path: Path) -> None:
     assert word_of("3 % fewer, made up") == "3_pct_fewer_made_up"
 
 
-def test_a_file_has_a_line_for_each_row(tmp_path: Path) -> None:
+def test_result_file_has_one_line_per_row(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     written(path, rows=[{"loss": 1}, {"loss": 2}], empty={}, none=[])
     lines = path.read_text().splitlines()
@@ -57,8 +59,6 @@ def test_a_file_has_a_line_for_each_row(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["empty"] == {}
 
 
-def test_a_folder_without_git_has_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_is_unknown_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_file, "ROOT", tmp_path)
     assert result_file.commit() == "unknown"

@@ -14,7 +14,7 @@ from tests.benchmarks.test_methods import bench
 
 
 @pytest.mark.parametrize("how", rewind.CATCHING_UP)
-def test_every_schedule_ends_with_the_run(how: str) -> None:
+def test_schedule_after_a_scout_ends_with_the_run(how: str) -> None:
     played = rewind.CATCHING_UP[how](300, 9)
     assert len(played) == 291
     assert played[-1] == 299
@@ -22,7 +22,7 @@ def test_every_schedule_ends_with_the_run(how: str) -> None:
     assert played[0] == (9 if how == "not at all" else 0)
 
 
-def test_runs_go_on_from_the_weights_they_are_given() -> None:
+def test_trained_continues_from_the_given_weights() -> None:
     """From what a scout has destroyed a run ends elsewhere; from nothing it is the plain one."""
     legs = [RowPlan(0, (0.01,), 9), RowPlan(0, (0.01,), 9)]
     plain = rewind.trained(bench("AdamW"), legs)
@@ -38,7 +38,7 @@ def test_runs_go_on_from_the_weights_they_are_given() -> None:
     assert other[1] == plain[1]
 
 
-def test_those_that_gained_are_chosen_from() -> None:
+def test_run_goes_on_from_a_replica_that_gained_in_the_search() -> None:
     search = Search(hdet.Scout(), num_replicas=8, total_steps=1500)
     while not search.is_over:
         points = [Observation(f, 2.0 - min(f, 3.0) + (f / 10) ** 2) for f in search.factors]
@@ -53,7 +53,7 @@ def test_those_that_gained_are_chosen_from() -> None:
     assert rewind.GOING_ON["back to the weights of before"](search, gains) == []
 
 
-def test_a_confirmation_is_beside_the_best_of_the_fixed_ones() -> None:
+def test_confirm_headline_compares_with_the_best_fixed_lr() -> None:
     rows = [
         {"method": "OneCycleLR", "start": 1.0, "live": {"loss": 2.0}},
         {"method": "OneCycleLR", "start": 3.0, "live": {"loss": 4.0}},

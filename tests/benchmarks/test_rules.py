@@ -68,7 +68,7 @@ CASES: dict[str, tuple[float, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_moves_as_the_optimizer_itself(name: str) -> None:
+def test_rule_moves_weights_as_its_optimizer_does(name: str) -> None:
     lr, make = CASES[name]
     scheduled = "DoG" not in name
     fleet = Fleet([make_model(seed) for seed in (0, 1)], loss, lambda name: 0)

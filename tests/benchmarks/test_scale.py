@@ -45,7 +45,7 @@ def wires(known: dict[str, float]) -> list[Point]:
 # The fit -------------------------------------------------------------------------------------
 
 
-def test_a_fit_finds_what_points_were_made_with() -> None:
+def test_cost_fit_recovers_known_coefficients() -> None:
     found = fit(ALL_REDUCE, {"wire": wires(KNOWN)})
     assert found.coefficients == pytest.approx(KNOWN, rel=1e-6)
     held_out = {(p["processes"], p["parameters"]) for p in found.held_out}
@@ -56,7 +56,7 @@ def test_a_fit_finds_what_points_were_made_with() -> None:
     assert max(abs(p["error_pct"]) for p in found.held_out) < 1e-4
 
 
-def test_one_disturbed_point_does_not_bend_it() -> None:
+def test_one_outlier_hardly_changes_the_cost_fit() -> None:
     points = wires(KNOWN)
     disturbed = next(p for p in points if (p["processes"], p["parameters"]) == (4, 10**6))
     disturbed["all_reduce"] *= 2
@@ -64,7 +64,7 @@ def test_one_disturbed_point_does_not_bend_it() -> None:
     assert max(abs(p["error_pct"]) for p in found.held_out) < 10
 
 
-def test_an_error_is_that_of_the_held_out_point() -> None:
+def test_cost_fit_reports_the_error_of_held_out_points() -> None:
     points = wires(KNOWN)
     held = next(p for p in points if p["processes"] == 8)
     held["all_reduce"] *= 0.8
@@ -72,11 +72,11 @@ def test_an_error_is_that_of_the_held_out_point() -> None:
     assert max(p["error_pct"] for p in found.held_out) == pytest.approx(25, rel=1e-4)
 
 
-def test_no_coefficient_is_negative() -> None:
+def test_cost_fit_has_no_negative_coefficient() -> None:
     assert solve([[1, 1], [1, 2], [1, 3]], [3, 2, 1])[1] == 0
 
 
-def test_the_slower_of_host_and_device_is_waited_for() -> None:
+def test_stacked_cost_is_the_slower_of_host_and_device() -> None:
     known = {"start": 1e-3, "replica": 4e-4, "byte": 2.5e-13}
     points: list[Point] = [{"replicas": n, "parameters": 3 * 10**7} for n in (2, 4, 8, 16, 64)]
     points += [{"replicas": 2, "parameters": 10**power} for power in (5, 6, 7, 8, 9)]
@@ -96,7 +96,7 @@ FITS = {
 }
 
 
-def test_a_replica_takes_as_few_gpus_as_hold_it() -> None:
+def test_layout_gives_a_replica_the_fewest_gpus_that_hold_it() -> None:
     cluster = Cluster(shard_bytes=60e9)
     assert layout(cluster, 64, 1e9) == (64, 1)
     assert layout(cluster, 64, 7e9) == (32, 2)
@@ -104,7 +104,7 @@ def test_a_replica_takes_as_few_gpus_as_hold_it() -> None:
     assert simulate(cluster, 8, 30e9, FITS) is None  # one replica
 
 
-def test_an_all_reduce_inside_a_host_and_over_hosts() -> None:
+def test_simulated_all_reduce_inside_one_host_and_across_hosts() -> None:
     cluster = INFINIBAND
     inside = all_reduce(cluster, 8, 1, 1e9)
     assert inside == pytest.approx(14 * 5e-6 + 2 * 7 / 8 * 1e9 / 450e9)
@@ -116,7 +116,7 @@ def test_an_all_reduce_inside_a_host_and_over_hosts() -> None:
     assert all_reduce(cluster, 1, 1, 1e9) == 0
 
 
-def test_what_shared_gradients_add_is_the_end_of_a_cycle() -> None:
+def test_shared_gradients_add_only_the_cost_of_a_cycle_end() -> None:
     row = simulate(INFINIBAND, 8, 1e9, FITS)
     assert row is not None
     step = 6 * 1e9 * 8192 / 400e12  # gradients hide behind the backward
@@ -129,7 +129,7 @@ def test_what_shared_gradients_add_is_the_end_of_a_cycle() -> None:
     assert row["local_pct"] == pytest.approx(row["shared_pct"])
 
 
-def test_local_gradients_save_what_does_not_hide() -> None:
+def test_local_gradients_never_cost_more_than_shared_ones() -> None:
     rows = [*table(ETHERNET, FITS), *table(INFINIBAND, FITS)]
     assert all(row["local_pct"] <= row["shared_pct"] + 1e-9 for row in rows)
     assert min(row["local_pct"] for row in rows) < -30
@@ -145,14 +145,14 @@ def results() -> dict[str, Any]:
     return json.loads((RESULTS / "scale.json").read_text())
 
 
-def test_the_file_is_what_its_points_say(results: dict[str, Any]) -> None:
+def test_scale_headline_follows_from_the_stored_points(results: dict[str, Any]) -> None:
     found = scale.answer(results["points"])
     assert found["headline"] == pytest.approx(results["headline"], rel=1e-4)
     for name in ("model_error_pct", "decision_ms_n64_k16"):
         assert math.isfinite(results["headline"][name])
 
 
-def test_the_tables_are_those_of_the_file_and_the_picture_well_formed(
+def test_scale_tables_match_the_file_and_the_figure_is_valid_svg(
     results: dict[str, Any],
 ) -> None:
     assert scale_page.tables(results) == results["tables"]
@@ -162,7 +162,7 @@ def test_the_tables_are_those_of_the_file_and_the_picture_well_formed(
     assert len(lines) == 2 * len(scale_page.WAYS) * len(SIZES)
 
 
-def test_tensors_of_a_size() -> None:
+def test_shapes_for_splits_parameters_into_tensors_of_a_million() -> None:
     assert [math.prod(shape) for shape in shapes_for(2_300_000)] == [1_000_000, 1_000_000, 300_000]
     assert shapes_for(1_000_000) == [(1_000_000,)]
 
@@ -184,7 +184,7 @@ def measured() -> dict[str, Any]:
     return {"rows": {"gpt2": rows, "small_tensors": rows}, "memory": peaks}
 
 
-def test_each_row_is_compared_with_the_best_that_does_the_same() -> None:
+def test_average_is_compared_with_the_best_peer_of_its_kind() -> None:
     answer = measured()
     found = {(row["what"], row["kind"]): row for row in converge.against_peers(answer)}
     local = found["time, gpt2", "Local SGD"]
@@ -194,7 +194,7 @@ def test_each_row_is_compared_with_the_best_that_does_the_same() -> None:
     assert converge.worst(answer, "memory") == pytest.approx(1.2)
 
 
-def test_a_library_that_did_not_run_is_no_peer() -> None:
+def test_library_that_did_not_run_is_not_compared() -> None:
     answer = copy.deepcopy(measured())
     for rows in answer["rows"].values():
         rows["torchft DiLoCo"] = rows["torchft LocalSGD"] = {"error": "not installed"}
@@ -205,7 +205,7 @@ def test_a_library_that_did_not_run_is_no_peer() -> None:
     assert converge.worst(answer, "time") == pytest.approx(1.1 / 2.0)
 
 
-def test_the_first_outer_step_goes_beyond_the_mean() -> None:
+def test_first_outer_step_exceeds_the_mean_by_the_known_factor() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     outer = OUTER([weight])
     weight.grad = -torch.ones(1)  # the mean is at one
@@ -216,7 +216,7 @@ def test_the_first_outer_step_goes_beyond_the_mean() -> None:
 # What hdet adds to a step ------------------------------------------------------------------------
 
 
-def test_a_ratio_is_made_of_parts() -> None:
+def test_overhead_ratio_follows_from_the_measured_parts() -> None:
     parts = {"step": 1.0, "schedule": 0.0, "between": 0.01, "end": 0.51, "all_reduce": 0.3}
     assert overhead.ratio(parts, 10) == pytest.approx(1.03)
     assert overhead.ratio(parts, 1000) == pytest.approx(1.0102)
@@ -224,7 +224,7 @@ def test_a_ratio_is_made_of_parts() -> None:
     assert overhead.added(parts) == pytest.approx(added)
 
 
-def test_waits_are_counted() -> None:
+def test_waits_of_counts_how_often_the_host_waits() -> None:
     loss = torch.ones(3)
     assert not any(waits_of(lambda: loss.sum()).values())
     assert all(waits_of(lambda: loss.sum().item()).values())

@@ -41,7 +41,7 @@ def made() -> list[dict[str, Any]]:
     return runs
 
 
-def test_regret_is_paired_by_seed() -> None:
+def test_regret_is_relative_to_the_reference_run_of_the_same_seed() -> None:
     rows = regret.rows_of(made())
     own = [row for row in rows if row.method == "hdet"]
     assert len(own) == 6
@@ -51,7 +51,7 @@ def test_regret_is_paired_by_seed() -> None:
     assert all(math.isnan(row.start) for row in rows if row.method == "Prodigy")
 
 
-def test_the_headline_names_what_pages_quote() -> None:
+def test_settle_headline_has_the_numbers_that_pages_quote() -> None:
     runs = made()
     head = headline(regret.rows_of(runs), runs)
     assert head["median_regret_pct"] == pytest.approx(1.0, rel=1e-5)
@@ -65,21 +65,21 @@ def test_the_headline_names_what_pages_quote() -> None:
     assert "cost_pct" not in head  # time is measured in cost.json alone
 
 
-def test_all_starts_of_a_seed_are_one_pair() -> None:
+def test_all_starts_of_a_seed_form_one_pair() -> None:
     rows = regret.rows_of(made())
     assert regret.pairs_by_seed(rows, "Prodigy", "a") == [pytest.approx((1.0, 20.0), rel=1e-4)] * 2
     capped = (50.0 + 50.0 + regret.INFINITE_PCT) / 3
     assert regret.pairs_by_seed(rows, "PBT", "a") == [pytest.approx((1.0, capped), rel=1e-4)] * 2
 
 
-def test_hdet_counts_from_the_starts_that_a_peer_has() -> None:
+def test_hdet_is_compared_from_the_starts_of_its_peer() -> None:
     runs = [*made(), run("Schedule-Free AdamW", BEST, 0, 2.1)]
     runs += [run("hdet", 3 * BEST, 0, 20.0)]
     (pair,) = regret.pairs_by_seed(regret.rows_of(runs), "Schedule-Free AdamW", "a")
     assert pair == pytest.approx((1.0, 5.0), rel=1e-4)
 
 
-def test_the_plain_schedule_counts_from_the_starts_of_hdet() -> None:
+def test_plain_schedule_is_compared_from_the_starts_of_hdet() -> None:
     extra = [run("OneCycleLR", BEST * start, 0, 9.0) for start in (0.01, 100.0, 40.0)]
     rows = regret.from_common_starts(regret.rows_of(made() + extra))
     plain = [row for row in rows if row.method == "OneCycleLR"]
@@ -87,13 +87,13 @@ def test_the_plain_schedule_counts_from_the_starts_of_hdet() -> None:
     assert len([row for row in rows if row.method == "hdet"]) == 6
 
 
-def test_five_seeds_cannot_show_one_in_a_hundred() -> None:
+def test_sign_test_of_five_seeds_does_not_reach_one_percent() -> None:
     assert regret.sign_test(5, 5) == pytest.approx(1 / 32)
     assert regret.sign_test(4, 5) == pytest.approx(6 / 32)
     assert regret.sign_test(0, 5) == 1.0
 
 
-def test_the_picture_is_well_formed_and_the_tables_complete() -> None:
+def test_settle_figure_is_valid_svg_and_tables_are_complete() -> None:
     runs = made() + [run("OneCycleLR", BEST * 2.0**k, 100, 2.0 + k * k, "b") for k in (-1, 0, 1)]
     rows = regret.rows_of(runs)
     root = ElementTree.fromstring(figure_of(rows))
@@ -104,7 +104,7 @@ def test_the_picture_is_well_formed_and_the_tables_complete() -> None:
         assert len({len(row) for row in table}) == 1, name
 
 
-def test_a_default_for_all_is_chosen_on_the_other_tasks() -> None:
+def test_default_lr_is_chosen_on_the_other_tasks() -> None:
     runs = made() + [
         run("OneCycleLR", 4 * BEST * 2.0**k, 100, 1.0 + k * k, "b") for k in (-1, 0, 1)
     ]
@@ -116,7 +116,7 @@ def test_a_default_for_all_is_chosen_on_the_other_tasks() -> None:
     assert not regret.defaults(runs, "SGD")
 
 
-def test_a_sweep_of_the_same_steps_takes_the_best_of_its_short_runs() -> None:
+def test_sweep_of_equal_cost_takes_the_best_of_its_short_runs() -> None:
     short = [run("OneCycleLR", BEST * 2.0**k, 0, 3.0 + k * k) for k in (-1, 0, 1)]
     for one in short:
         one["job"]["steps"] = 111
@@ -124,7 +124,7 @@ def test_a_sweep_of_the_same_steps_takes_the_best_of_its_short_runs() -> None:
     assert regret.small_grids(made() + short) == {"a": [pytest.approx(50.0)]}
 
 
-def test_a_book_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_book_skips_jobs_that_its_file_already_has(tmp_path: Path) -> None:
     path, seen = tmp_path / "runs.json", []
 
     def train(runs: Any) -> list[Ended]:
@@ -143,7 +143,7 @@ def test_a_book_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert Run(1.0, 9) not in seen
 
 
-def test_pieces_are_put_together(tmp_path: Path) -> None:
+def test_settle_files_of_several_runs_are_merged(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 1), ("c", 1)):
         piece = {"runs": [run("hdet", BEST, seed, 2.0)], "seconds": {name: 1.0}, "device": "cpu"}
         piece["settings"] = {"replicas": 8, "plans": {name: [seed]}}

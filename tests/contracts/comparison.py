@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from hdet.records.codec import modernise
+from tests.contracts.scout_reasons import members_of
 
 DATA = Path(__file__).parents[1] / "data"
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
 PURELY_RELATIVE = {"lrs", "centre", "last_lr", "knob_values", "values", "scale"}
 """Settings of a run can be as small as the absolute tolerance."""
+SCOUT_TEXTS = {"reason": "reasons", "factor_reason": "factor_reasons"}
+"""The texts of a scout in a line of a record, and the lists of reasons that replace them."""
 EXACT_TEXTS = {"event", "name", "names", "groups", "decision", "space", "kind"}
+EXACT_TEXTS |= set(SCOUT_TEXTS.values())
 """All other texts are messages, which may be worded anew."""
 TIMES = {"time", "seconds", "versions"}
 OF_TORCH = {
@@ -90,7 +94,16 @@ def _modern(value: Any) -> Any:
         return value
     if "schema" not in value:
         return {key: _modern(entry) for key, entry in value.items()}
-    return _without_nulls(modernise(value))
+    return _with_reasons(_without_nulls(modernise(value)), is_old=value["schema"] == 1)
+
+
+def _with_reasons(line: dict[str, Any], *, is_old: bool) -> dict[str, Any]:
+    """A line whose texts of a scout are lists of reasons, which do not depend on the wording."""
+    if line["event"] != "scout":
+        return line
+    texts = {key: line[key] for key in SCOUT_TEXTS if key in line}
+    lists = {SCOUT_TEXTS[key]: members_of(text, old=is_old) for key, text in texts.items()}
+    return {key: value for key, value in line.items() if key not in texts} | lists
 
 
 def _without_nulls(value: Any) -> Any:

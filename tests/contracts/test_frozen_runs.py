@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hdet.lr_search.reasons import Reason, describe
 from tests.contracts import comparison
 from tests.contracts.frozen_runs import (
     RUNS,
@@ -43,3 +44,31 @@ def test_differences_are_found() -> None:
         assert len(list(comparison.differences(want, {**want, **changed}))) == 1
     assert len(list(comparison.differences(want, {**want, "more": 1}))) == 1
     assert len(list(comparison.differences(want, {**want, "lrs": []}))) == 1
+
+
+def scout_line(schema: int, reason: str, why: str) -> dict[str, object]:
+    key = "why" if schema == 1 else "factor_reason"
+    return {"schema": schema, "event": "scout", "step": 4, "reason": reason, key: why}
+
+
+def test_frozen_check_finds_a_swapped_reason_of_the_scout() -> None:
+    want = scout_line(
+        1,
+        "the lowest that gains nearly as much as the best, tried closely, lowered, since there was "
+        "no time for longer rounds",
+        "100 times it is no reason to change it",
+    )
+    nearly = [Reason.NEARLY_BEST, Reason.REFINED, Reason.LOWERED_FOR_LONGER_ROUNDS]
+    kept = describe([Reason.GIVEN_IS_KEPT], declined=100.0)
+    comparison.check([want], [scout_line(2, describe(nearly), kept)])
+    swapped = describe([Reason.HIGHEST_IS_BEST, *nearly[1:]])
+    for reason, why in (
+        (swapped, kept),
+        (describe(nearly[:2]), kept),
+        (describe(nearly), describe([Reason.FOUND])),
+        (describe(nearly), describe([Reason.GIVEN_IS_KEPT], declined=10.0)),
+    ):
+        with pytest.raises(AssertionError, match="differ"):
+            comparison.check([want], [scout_line(2, reason, why)])
+    with pytest.raises(ValueError, match="no reason has the text"):
+        comparison.check([want], [scout_line(2, "another text", kept)])

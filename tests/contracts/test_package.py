@@ -39,7 +39,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert seen == {(module, name) for name, module in hdet._MODULE_OF.items()}
 
 
-def test_importing_it_does_nothing() -> None:
+def test_importing_hdet_changes_no_global_state() -> None:
     script = """
 import logging, random, sys, warnings, torch
 def state(): return (random.getstate(), torch.get_rng_state().tolist(), warnings.filters[:],
@@ -91,7 +91,7 @@ def test_it_is_a_torch_schedule() -> None:
     assert issubclass(hdet.HDET, LRScheduler)
 
 
-def test_it_is_typed() -> None:
+def test_package_has_a_py_typed_file() -> None:
     assert (SOURCE / "py.typed").exists()
 
 

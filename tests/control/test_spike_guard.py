@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from statistics import fmean, stdev
 
 import pytest
@@ -59,6 +60,12 @@ def test_loss_that_gives_back_much_of_the_gain_is_a_spike(loss: float) -> None:
     watch = watch_of(FALLING)
     assert "loss" in (watch.check_cycle(loss) or "")
     assert watch.consecutive_rollbacks == 1
+
+
+def test_reason_of_a_spike_names_loss_limit_and_recent_level() -> None:
+    reason = watch_of(FALLING).check_cycle(1955.2) or ""
+    pattern = r"mean loss 1955 exceeds the limit [\d.]+ \(recent level 2\.[45]\d*\)"
+    assert re.fullmatch(pattern, reason)
 
 
 def test_small_spike_is_rolled_back_once_and_does_not_lower_the_scale() -> None:

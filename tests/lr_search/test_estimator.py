@@ -5,9 +5,10 @@ import math
 import pytest
 
 import hdet
-from hdet.lr_search.estimator import SearchContext, estimate
+from hdet.lr_search.estimator import Conclusion, SearchContext, estimate
 from hdet.lr_search.observations import Observation, Observations
 from hdet.lr_search.plan import Search
+from hdet.lr_search.reasons import Reason
 from hdet.lr_search.transfer import GradientNorms
 
 
@@ -32,3 +33,17 @@ def test_observations_alone_give_the_estimate_of_the_search(
         8, optimizer, sweep_steps=lengths[0], refine_steps=lengths[-1], peak=2.0
     )
     assert estimate(observed, context) == search.estimate(peak=2.0)
+
+
+@pytest.mark.parametrize(
+    ("lowest_lost", "factor", "reason"),
+    [(None, 10.0, Reason.WITHIN_TRIED_RANGE), (12.0, 6.0, Reason.BELOW_LOWEST_LOST)],
+)
+def test_limited_estimate_names_the_limit_that_applies(
+    lowest_lost: float | None, factor: float, reason: Reason
+) -> None:
+    observed = Observations([Observation(f, 2.0) for f in (0.1, 1.0, 10.0)])
+    done = Conclusion(5.0, lowest_lost, divergence=None, reasons=(Reason.NEARLY_BEST,))
+    found = estimate(observed, SearchContext(8, batch_rule="linear", conclusion=done))
+    assert found.factor == factor
+    assert found.reason is reason

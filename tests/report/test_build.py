@@ -187,7 +187,7 @@ def test_scores_of_a_search_are_drawn(tmp_path: Path) -> None:
     assert plot["data"][1]["x"] == pytest.approx([1e-3, 2e-3, 4e-3])
     assert "The schedule peaks at 4e-3: what was found, for the batch of all replicas and" in body
     assert "taken back to its last good weights" in body
-    assert "loss 9 after 3, above 4" in body
+    assert "mean loss 9 exceeds the limit 4 (recent level 3)" in body
     several = page_of(write_sample(tmp_path / "b", cycles=3, scouted=True))
     assert "times the given learning rate" in several
     record = one / "record.jsonl"

@@ -60,6 +60,17 @@ def test_stall_detector_accepts_a_falling_loss(losses: list[float], error: float
     assert stuck_after(losses, error, 5.0) is None
 
 
+def test_reason_of_a_stall_names_the_loss_before() -> None:
+    watch = StallDetector()
+    watch.set_first_loss(2.1)
+    assert watch.reason(2.3, 0.01) == "loss 2.3 is higher than 2.1 before"
+    watch = StallDetector()
+    watch.set_first_loss(2.31)
+    assert watch.reason(2.3, None) is None
+    assert watch.reason(2.3, None) is None
+    assert watch.reason(2.3, None) == "loss 2.3 hardly falls any more (2.3 before)"
+
+
 def test_stall_detector_reports_nothing_without_losses() -> None:
     watch = StallDetector()
     watch.set_first_loss(None)

@@ -176,7 +176,9 @@ class SpikeMonitor:
         limit = self._limit(self._guard.small if is_sure else self._guard.share, error or 0.0)
         if loss <= limit:
             return None
-        return f"loss {loss:.4g} after {self._level():.4g}, above {limit:.4g}"
+        return (
+            f"mean loss {loss:.4g} exceeds the limit {limit:.3g} (recent level {self._level():.3g})"
+        )
 
     def outliers(
         self, losses: Sequence[float | None], errors: Sequence[float | None]

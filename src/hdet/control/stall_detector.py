@@ -53,9 +53,9 @@ class StallDetector:
             return None
         before = min(self._past[:-1])
         if error and loss - before.mean > MIN_RISE_IN_ERRORS * math.hypot(now.error, before.error):
-            return f"loss {loss:.4g} after {before.mean:.4g}"
+            return f"loss {loss:.4g} is higher than {before.mean:.4g} before"
         if len(self._past) > PATIENCE and self._is_idle():
-            return f"loss {loss:.4g} after {before.mean:.4g} hardly falls any more"
+            return f"loss {loss:.4g} hardly falls any more ({before.mean:.4g} before)"
         return None
 
     def _is_idle(self) -> bool:

@@ -116,9 +116,13 @@ def estimate(observations: Observations, context: SearchContext) -> Estimate:
     likely = likely_lr(done.divergence, context) * calm * peak
     if _are_rounds_too_short(done, observations, context) and chosen.factor > likely:
         chosen = Estimate(likely, Reason.ROUNDS_TOO_SHORT)
-    limit = observations.points[-1].factor if lost is None else lost / MARGIN_TO_LIMIT
-    if chosen.factor > max(limit, done.found) / rise:
-        chosen = Estimate(max(limit, done.found) / rise, Reason.LOST_OR_NOT_TRIED)
+    if lost is None:
+        limit = Estimate(observations.points[-1].factor, Reason.WITHIN_TRIED_RANGE)
+    else:
+        limit = Estimate(lost / MARGIN_TO_LIMIT, Reason.BELOW_LOWEST_LOST)
+    highest = max(limit.factor, done.found) / rise
+    if chosen.factor > highest:
+        chosen = limit._replace(factor=highest)
     floor = Estimate(lowest, Reason.BELOW_FLOOR)
     return max(chosen, floor, key=lambda one: one.factor)
 

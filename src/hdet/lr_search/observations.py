@@ -21,13 +21,13 @@ class Observation(NamedTuple):
         factor: The learning rate, in units of the given one.
         score: The score, lower is better; None if it is not finite.
         error: The standard error of the score against the others of the round.
-        glitch: Whether a bad batch may be the cause of the score, and not the learning rate.
+        bad_batch: Whether a bad batch may be the cause of the score, and not the learning rate.
     """
 
     factor: float
     score: float | None
     error: float = 0.0
-    glitch: bool = False
+    bad_batch: bool = False
 
     def shifted_by(self, by: float) -> "Observation":
         """The observation on other batches, whose scores are all higher by `by`."""
@@ -132,7 +132,7 @@ def observations_of_round(
     errors: Sequence[float | None],
     scores: Sequence[Sequence[float]] | None,
     finite: Sequence[bool],
-    struck: Sequence[bool] = (),
+    had_bad_batch: Sequence[bool] = (),
 ) -> list[Observation]:
     """The observations of one round, by scores or else by training losses.
 
@@ -142,19 +142,21 @@ def observations_of_round(
         errors: The standard error of each loss.
         scores: The scores of each replica, one per batch; None to compare losses.
         finite: Whether the weights of each replica are finite.
-        struck: Whether each replica had good losses until one was not finite.
+        had_bad_batch: Whether each replica had good losses until one was not finite.
     """
     rows = scores or [[math.nan if loss is None else loss] for loss in losses]
     chances = _errors_of_scores(rows) if scores else _errors_of_losses(rows, errors)
     points = []
-    hit = struck or [False] * len(rows)
-    for factor, row, chance, sound, is_hit in zip(factors, rows, chances, finite, hit, strict=True):
+    hits = had_bad_batch or [False] * len(rows)
+    for factor, row, chance, sound, is_hit in zip(
+        factors, rows, chances, finite, hits, strict=True
+    ):
         if sound and _are_finite(row):
             points.append(Observation(factor, fmean(row), chance))
         else:
             # A loss that is not finite says nothing about weights that are finite.
-            glitch = is_hit or (sound and scores is None)
-            points.append(Observation(factor, None, chance, glitch=glitch))
+            bad_batch = is_hit or (sound and scores is None)
+            points.append(Observation(factor, None, chance, bad_batch=bad_batch))
     return points
 
 

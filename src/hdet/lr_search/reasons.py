@@ -31,7 +31,8 @@ class Reason(StrEnum):
     NOTHING_FOUND = "nothing_found"
     BELOW_FLOOR = "below_floor"
     ROUNDS_TOO_SHORT = "rounds_too_short"
-    LOST_OR_NOT_TRIED = "lost_or_not_tried"
+    BELOW_LOWEST_LOST = "below_lowest_lost"
+    WITHIN_TRIED_RANGE = "within_tried_range"
     GIVEN_IS_KEPT = "given_is_kept"
     # A saved state names a reason that this version does not know.
     UNKNOWN = "unknown"
@@ -59,7 +60,8 @@ _TEXTS = {
     Reason.NOTHING_FOUND: "nothing was found",
     Reason.BELOW_FLOOR: "raised to the floor below the divergence threshold",
     Reason.ROUNDS_TOO_SHORT: "lowered, since the rounds were too short to be trusted",
-    Reason.LOST_OR_NOT_TRIED: "limited to half of the lowest lost learning rate, or to the range",
+    Reason.BELOW_LOWEST_LOST: ("kept a factor of 2 below the lowest learning rate that diverged"),
+    Reason.WITHIN_TRIED_RANGE: "limited to the range that was tried",
     Reason.GIVEN_IS_KEPT: "the given learning rate is kept",
     Reason.UNKNOWN: "another reason",
 }

@@ -181,14 +181,16 @@ def _below_first_broken(points: Sequence[Observation]) -> tuple[list[Observation
 
     A point that a bad batch may have broken does not count if the two above it are sound.
     """
-    points = [point for place, point in enumerate(points) if not _is_single_glitch(points, place)]
+    points = [
+        point for place, point in enumerate(points) if not _is_single_bad_batch(points, place)
+    ]
     broken = next((point.factor for point in points if point.score is None), None)
     return [point for point in points if broken is None or point.factor < broken], broken
 
 
-def _is_single_glitch(points: Sequence[Observation], place: int) -> bool:
+def _is_single_bad_batch(points: Sequence[Observation], place: int) -> bool:
     above = points[place + 1 : place + 3]
-    return points[place].glitch and bool(above) and all(p.score is not None for p in above)
+    return points[place].bad_batch and bool(above) and all(p.score is not None for p in above)
 
 
 def _fit_parabola(points: Sequence[Observation]) -> list[Observation]:

@@ -67,8 +67,8 @@ def found(history: History) -> FoundSchedule:
     names = history.rate_names
     points: dict[str, dict[int, tuple[float, float | None]]] = {name: {} for name in names}
     for cycle in history.cycles:
-        for name, course in _courses(cycle).items():
-            points[name].update(course)
+        for name, lrs in _lrs_by_step(cycle).items():
+            points[name].update(lrs)
     if not names or not all(points.values()):
         raise ValueError(f"{history.path} holds no learning rate to export")
     return FoundSchedule(
@@ -129,20 +129,20 @@ def at(steps: Sequence[int], values: Sequence[float], place: float) -> float:
     return values[left] if share == 0 else values[left] + share * (values[right] - values[left])
 
 
-def _courses(cycle: CycleEvent) -> dict[str, dict[int, tuple[float, float | None]]]:
+def _lrs_by_step(cycle: CycleEvent) -> dict[str, dict[int, tuple[float, float | None]]]:
     """For each learning rate of a cycle: its value and its momentum, by step."""
-    courses = {}
+    by_name = {}
     for index, knob in enumerate(knob for knob in cycle.knobs if knob.is_lr):
         trace = cycle.lr_trace
         if trace.steps and index < len(trace.lrs):
             momenta = trace.momenta[index] if trace.momenta else [None] * len(trace.steps)
             rows = zip(trace.steps, trace.lrs[index], momenta, strict=True)
-            courses[knob.name] = {step: (lr, momentum) for step, lr, momentum in rows}
+            by_name[knob.name] = {step: (lr, momentum) for step, lr, momentum in rows}
         else:  # early records have no trace: the last step of the cycle has to do
             lrs = [lr for lr in knob.values if lr is not None]
             if lrs:
-                courses[knob.name] = {cycle.step - 1: (fmean(lrs), None)}
-    return courses
+                by_name[knob.name] = {cycle.step - 1: (fmean(lrs), None)}
+    return by_name
 
 
 def _group(points: dict[int, tuple[float, float | None]]) -> GroupSchedule:

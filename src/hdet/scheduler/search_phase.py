@@ -218,7 +218,7 @@ class SearchPhase:
                 report.require_losses(step)
             points = trial.points(report)
             # A learning rate that is low enough does not diverge without warning: a batch did it.
-            if all(point.score is None for point in points) and min(points).glitch:
+            if all(point.score is None for point in points) and min(points).bad_batch:
                 run.log.warn_once(
                     "batch",
                     "no replica had a finite loss in the round of the scout that ended at step "

@@ -56,7 +56,7 @@ def result_line(trial: SearchTrial, estimate: Estimate) -> str:
     whose = "present" if trial.trigger.is_mid_run else "given"
     return (
         f"scout chose {given * estimate.factor:.3g} ({estimate.factor:.3g} x the {whose} "
-        f"{given:.3g}) after {search.used} steps{spans}; compared by {trial.by}; "
+        f"{given:.3g}) after {search.used} steps{spans}; compared by {trial.compared_by}; "
         f"{estimate.text}."
     )
 
@@ -89,7 +89,7 @@ def _advice(trial: SearchTrial, estimate: Estimate) -> str:
     if estimate.reason is not Reason.NOTHING_FOUND:
         return ""
     found = "found no difference between learning rates"
-    return f"{found}; a `probe=` tells more than losses" if trial.by == "losses" else found
+    return f"{found}; a `probe=` tells more than losses" if trial.compared_by == "losses" else found
 
 
 def search_event(
@@ -100,7 +100,7 @@ def search_event(
     return SearchEvent(
         step=step,
         mid_run=trial.trigger.is_mid_run,
-        compared_by=trial.by,
+        compared_by=trial.compared_by,
         points=_tried_rates(search.points),
         refined=_tried_rates(search.refined_observations),
         noise=search.noise,
@@ -116,5 +116,6 @@ def search_event(
 
 def _tried_rates(points: Sequence[Observation]) -> tuple[TriedRate, ...]:
     return tuple(
-        TriedRate(factor=p.factor, score=p.score, error=p.error, bad_batch=p.glitch) for p in points
+        TriedRate(factor=p.factor, score=p.score, error=p.error, bad_batch=p.bad_batch)
+        for p in points
     )

@@ -95,7 +95,7 @@ class SearchTrial:
     def state_dict(self) -> dict[str, Any]:
         """Return the saved form; in mid-run with the options that were asked for."""
         saved = {**self.search.state_dict(), **trigger_to_state(self.trigger)}
-        saved["by"] = self._compared_by_before or self.by  # what the start was scored by
+        saved["by"] = self._compared_by_before or self.compared_by  # what the start was scored by
         if self.trigger.is_mid_run:
             saved["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return saved
@@ -105,7 +105,7 @@ class SearchTrial:
         self._compared_by_before = saved.get("by") if self.search.start_score is not None else None
 
     @property
-    def by(self) -> str:
+    def compared_by(self) -> str:
         """What replicas are compared by."""
         if self._probes:
             return "probe"
@@ -114,7 +114,7 @@ class SearchTrial:
     @property
     def compares_gains(self) -> bool:
         """Whether rounds are scored on different batches, so that only gains can be compared."""
-        return self.held_out is not None or self._compared_by_before not in (None, self.by)
+        return self.held_out is not None or self._compared_by_before not in (None, self.compared_by)
 
     def use_held_out(self, held: HeldOutBatches | None) -> None:
         """Compare replicas on held-out batches, if the budget has steps for that."""
@@ -144,7 +144,7 @@ class SearchTrial:
         """Compare replicas by training losses from now on."""
         assert self.held_out is not None
         if self.search.start_score is not None:
-            self._compared_by_before = self._compared_by_before or self.by
+            self._compared_by_before = self._compared_by_before or self.compared_by
         self.held_out.close()
         self.held_out = None
 

@@ -31,7 +31,7 @@ class RestorePoint:
         return self._snapshot
 
     def take(self, *, equal: bool = False) -> None:
-        """Replace the snapshot by one of now; `equal` replicas are copied once."""
+        """Take a new snapshot in place of the last one; `equal` replicas are copied once."""
         self._snapshot = self._weights.snapshot(offload=self._offload, equal=equal)
 
     def restore(self) -> None:
@@ -64,7 +64,7 @@ class StartPoint(RestorePoint):
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot before the first step; until then, one of now."""
+        """The snapshot before the first step. Before that step it is taken anew at each access."""
         self._update()
         return super().snapshot
 

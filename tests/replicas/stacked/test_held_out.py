@@ -473,7 +473,7 @@ def test_after_a_resume_with_losses_only_gains_are_compared() -> None:
     trial = other.scheduler._run.progress.trial
     assert trial is not None
     assert trial.compares_gains
-    assert trial.by == "losses"
+    assert trial.compared_by == "losses"
     start_score = trial.search.start_score
     while other.scheduler.is_scouting:
         other.step()
