@@ -134,7 +134,7 @@ def measured(bench: Bench, best: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models")
-    parser.add_argument("--only", default="ranking", help="the start_of of task names")
+    parser.add_argument("--only", default="ranking", help="the beginning of task names")
     parser.add_argument("--data", type=Path, default=os.environ.get("HDET_DATA"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -180,7 +180,7 @@ def test_restart_search_without_a_better_lr_restores_weights_and_scale(tmp_path:
     before, scale = run.weights(), run.scheduler.get_knobs()
     second = run.scheduler._phases.search.second_start
     assert second is not None
-    run.scheduler._phases.search.restart(second, "by hand", for_good=False)
+    run.scheduler._phases.search.restart(second, "by hand", drop_present=False)
     for _ in range(S):
         if run.scheduler.is_scouting:
             run.step()

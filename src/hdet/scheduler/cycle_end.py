@@ -125,10 +125,10 @@ class CycleEnd:
         if reason is None or loss is None:
             return False
         # Weights that are worse than the first ones are not worth a return.
-        for_good = not (report.first_loss is not None and loss < report.first_loss)
-        if not for_good:
+        drop_present = not (report.first_loss is not None and loss < report.first_loss)
+        if not drop_present:
             self._average(report, waits=True)
-        self._search_phase.restart(second, reason, for_good=for_good)
+        self._search_phase.restart(second, reason, drop_present=drop_present)
         return True
 
     def _move_knobs(

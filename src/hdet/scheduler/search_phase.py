@@ -295,19 +295,19 @@ class SearchPhase:
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
 
-    def restart(self, second: SecondStart, reason: str, *, for_good: bool) -> None:
+    def restart(self, second: SecondStart, reason: str, *, drop_present: bool) -> None:
         """Search from the first weights after a stall.
 
         Args:
             second: The first weights.
             reason: Why the run stalls.
-            for_good: Whether the present weights are dropped, since they are worse than the first.
+            drop_present: Drop the present weights, which are worse than the first.
         """
         run = self._run
         scout = run.settings.scout
         assert scout is not None
         assert run.model is not None
-        run.restore_progress(second.restore(for_good=for_good))
+        run.restore_progress(second.restore(drop_present=drop_present))
         run.log.clear_trace()
         run.training_loss.clear_first()
         run.start_cycle(is_partial=True)

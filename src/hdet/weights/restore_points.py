@@ -192,16 +192,16 @@ class SecondStart:
         """Whether the run can be restored to where it was before its second start."""
         return self._last is not None
 
-    def restore(self, *, for_good: bool) -> State:
+    def restore(self, *, drop_present: bool) -> State:
         """Restore the first weights; batches are not repeated.
 
         Args:
-            for_good: Whether the present is not worth a snapshot.
+            drop_present: Whether the present is not worth a snapshot.
 
         Returns:
             The scheduler's state at the start of the run.
         """
-        if not for_good:
+        if not drop_present:
             self._last = SavedRun(RestorePoint(self._weights, offload=True), self._state())
             self._last.point.take()
         self._start.point.restore()
