@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 
 import hdet
+from hdet.replicas.protocol import (
+    AllToAllReplicas,
+    ElasticReplicas,
+    RecordingReplicas,
+    Replicas,
+)
 
 SOURCE = Path(hdet.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -88,6 +94,36 @@ def test_docstring_of_a_public_name_describes_every_parameter(name: str) -> None
         return
     listed = documented(docstring, "Args") or documented(docstring, "Attributes")
     assert listed == parameters(value)
+
+
+PROTOCOL = {
+    name
+    for protocol in (Replicas, ElasticReplicas, AllToAllReplicas, RecordingReplicas)
+    for name in vars(protocol)
+} | {"begin_reduce"}
+"""What engines owe to the library: documented at the protocol."""
+
+
+def public_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in hdet.__all__:
+        value = getattr(hdet, name)
+        for method, member in vars(value).items() if isinstance(value, type) else ():
+            is_owed = hasattr(value, "capabilities") and method in PROTOCOL
+            if inspect.isfunction(member) and not method.startswith("_") and not is_owed:
+                yield f"{name}.{method}", inspect.unwrap(member)
+
+
+METHODS = dict(public_methods())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_docstring_of_a_public_method_describes_parameters_and_result(name: str) -> None:
+    method = METHODS[name]
+    docstring = inspect.getdoc(method)
+    assert docstring, name
+    assert documented(docstring, "Args") == parameters(method)
+    if inspect.signature(method).return_annotation is not None:
+        assert "Returns:" in docstring or "Yields:" in docstring or "Return the same" in docstring
 
 
 def test_both_schedulers_declare_shared_options_alike() -> None:

@@ -108,11 +108,26 @@ class PaperController(BaseController):
         check_positive("step_size", self.step_size)
 
     def weigh(self, losses: Sequence[float]) -> list[float]:
-        """The weight of each healthy replica (paper, eq. 4)."""
+        """Return the weight of each healthy replica (paper, eq. 4).
+
+        Args:
+            losses: The losses of the healthy replicas.
+
+        Returns:
+            The weights, which add up to 1.
+        """
         return softmax_weights(losses, self.temperature)
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
-        """Set v <- beta v + (1 - beta) Delta and scale <- (1 - gamma) scale + lambda v (eq. 7)."""
+        """Set v <- beta v + (1 - beta) Delta and scale <- (1 - gamma) scale + lambda v (eq. 7).
+
+        Args:
+            state: The state of the knob.
+            evidence: Losses and factors of one cycle.
+
+        Returns:
+            The new state, and why.
+        """
         weights = self.weigh(evidence.losses)
         pull = hypergradient(weights, evidence.factors)
         velocity = self.momentum * state.velocity + (1 - self.momentum) * pull

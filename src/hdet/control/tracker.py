@@ -67,7 +67,15 @@ class Tracker(BaseController):
         check_flag("relative", self.relative)
 
     def update(self, state: ScaleState, evidence: Evidence) -> Move:
-        """Move u <- u + reach x tanh(z / 2), with z the faded sum of -slope / error."""
+        """Move u <- u + reach x tanh(z / 2), with z the faded sum of -slope / error.
+
+        Args:
+            state: The state of the knob.
+            evidence: Slope and error of one cycle.
+
+        Returns:
+            The new state, and why.
+        """
         if evidence.slope is None:
             return decay_only(state, "abstained: no spread of its own to compare", "abstain")
         sure_now = evidence.slope.in_errors

@@ -162,6 +162,14 @@ class Knob(KnobSpec):
         object.__setattr__(self, "set", set)
 
     def bind(self, context: BindingContext) -> list[BoundKnob]:
+        """Bind the knob to a run.
+
+        Args:
+            context: The optimizers and the device of this process.
+
+        Returns:
+            One bound knob.
+        """
         num, device = len(context.optimizers), context.device
         owner = getattr(self.get, "__self__", None)
         dials = [owner] if isinstance(owner, Dial) else []

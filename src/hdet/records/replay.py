@@ -65,7 +65,11 @@ class Replay(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each parameter group at this step."""
+        """Return the learning rates at this step, and write the momenta.
+
+        Returns:
+            One learning rate for each parameter group.
+        """
         place = self._place()
         momenta = [schedule_export.at(g.steps, g.momenta, place) for g in self._groups if g.momenta]
         if len(momenta) == len(self._groups) and self._has_momenta():
@@ -73,7 +77,11 @@ class Replay(LRScheduler):
         return [schedule_export.at(group.steps, group.lrs, place) for group in self._groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the schedule. The schedule itself stays in its file."""
+        """Return the position in the schedule. The schedule itself stays in its file.
+
+        Returns:
+            Plain data.
+        """
         own = ("_groups", "_pace", "total_steps")  # a resumed run takes them from its arguments
         return {name: value for name, value in super().state_dict().items() if name not in own}
 

@@ -84,7 +84,11 @@ class Probe:
         self._place = self._epoch = 0
 
     def describe(self) -> dict[str, Any]:
-        """The settings, which must be equal on all replicas and which the record keeps."""
+        """Return the settings, which must be equal on all replicas and which the record keeps.
+
+        Returns:
+            Plain data.
+        """
         return {"num": self.num, "mode": self.mode, "tail": self.tail}
 
     def num_batches(self, sync_every: int, num_replicas: int = 1) -> int:
@@ -94,6 +98,13 @@ class Probe:
         they train, but each of them scores the whole batch. No batch is scored twice in a cycle:
         repeated scores would make the comparison look more certain than it is.
 
+        Args:
+            sync_every: Steps of a cycle.
+            num_replicas: Replicas that share the device.
+
+        Returns:
+            The number, at least 1.
+
         >>> Probe(lambda model: 0.0).num_batches(100), Probe(lambda model: 0.0).num_batches(100, 4)
         (6, 1)
         """
@@ -101,11 +112,28 @@ class Probe:
         return min(num, self._length or num)
 
     def tail_steps(self, sync_every: int) -> int:
-        """The number of steps at the end of a cycle over which the weights are averaged."""
+        """Return the steps at the end of a cycle over which the weights are averaged.
+
+        Args:
+            sync_every: Steps of a cycle.
+
+        Returns:
+            The number of steps.
+        """
         return math.ceil(self.tail * sync_every)
 
     def take(self, cycle: int, sync_every: int, seed: int, num_replicas: int = 1) -> list[Any]:
-        """The batches of a cycle: the next ones, and again the first after the last."""
+        """Return the batches of a cycle: the next ones, and again the first after the last.
+
+        Args:
+            cycle: The number of the cycle.
+            sync_every: Steps of a cycle.
+            seed: The seed of the run, for loaders that shuffle.
+            num_replicas: Replicas that share the device.
+
+        Returns:
+            The batches, equal on all replicas.
+        """
         num = self.num_batches(sync_every, num_replicas)
         place = cycle * num
         if self._iterator is None or self._place != place:

@@ -87,6 +87,9 @@ class StackedReplicas(LocalReplicas):
                 one N-th of every tensor of the batch.
             batch: Tensors, or tuples, lists and dicts of them. Their first dimension is split.
 
+        Returns:
+            A tensor with one loss for each replica.
+
         Raises:
             TypeError: The batch has something else than tensors, or `function` returns no tensor.
             ValueError: The batch does not split evenly, or the loss is no scalar.
@@ -102,6 +105,9 @@ class StackedReplicas(LocalReplicas):
         Args:
             one: An optimizer of the model, which is copied for each replica. For an optimizer that
                 cannot be copied, a function `make(module)` that is called for each replica.
+
+        Returns:
+            The optimizer for the training loop and for the base schedule.
 
         Raises:
             TypeError: `one` is neither an optimizer nor a function that returns one.
@@ -132,7 +138,11 @@ class StackedReplicas(LocalReplicas):
         self._forward.graphs.compile(**options)
 
     def consensus(self) -> nn.Module:
-        """An ordinary module with the mean of the replicas' weights."""
+        """Make an ordinary module with the mean of the replicas' weights.
+
+        Returns:
+            A copy of the model that shares no memory with the replicas.
+        """
         module = copy.deepcopy(self._modules[0])
         for part in module.modules():  # a copy of a slice would keep the memory of its stack
             part._buffers.update({n: b.clone() for n, b in part._buffers.items() if b is not None})
@@ -166,11 +176,19 @@ class StackedReplicas(LocalReplicas):
             self._optimizer.select_(replica)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the consensus: a checkpoint is one model, for every engine."""
+        """Return the state of the consensus: a checkpoint is one model, for every engine.
+
+        Returns:
+            The state dict of an ordinary module.
+        """
         return self.consensus().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state into all replicas, like `load_state_dict` of the model itself."""
+        """Load a state into all replicas, like `load_state_dict` of the model itself.
+
+        Args:
+            state: The state dict of the model.
+        """
         self._modules[0].load_state_dict(state)
 
     # The Replicas protocol -----------------------------------------------------------------
