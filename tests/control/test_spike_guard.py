@@ -22,7 +22,7 @@ def test_replica_with_a_loss_far_above_the_others_is_an_outlier() -> None:
     watch = watch_of(FALLING)
     assert watch.outliers([2.5, 2.6, 2.4, 2.5], [0.1] * 4) == {}
     found = watch.outliers([2.5, 2.6, 9.0, 2.4, math.nan], [0.1] * 5)
-    assert found == {2: "loss 9, the others 2.55"}
+    assert found == {2: "loss 9 lies far above 2.55, that of the others"}
     assert watch.outliers([2.5, 2.6, 9.0, 2.4], [2.0] * 4) == {}  # noise
     assert watch.outliers([2.5, 2.6, 2.75, 2.6], [0.0] * 4) == {}  # a tenth of the gain is more
     assert watch.outliers([2.5, 9.0, None, 2.5], [0.0] * 4) == {}  # three may not know

@@ -195,7 +195,7 @@ class SpikeMonitor:
             self._guard.deviations * max(scatter, own), self._gain_so_far(self._guard.small, middle)
         )
         return {
-            replica: f"loss {loss:.4g}, the others {middle:.4g}"
+            replica: f"loss {loss:.4g} lies far above {middle:.4g}, that of the others"
             for replica, loss in known.items()
             if loss > limit
         }
