@@ -97,7 +97,7 @@ def test_guard_restores_the_last_good_weights_on_all_replicas_after_a_spike(
         assert answer["loss"] < 1.0
     (line,) = results(tmp_path)
     assert (line["step"], line["back_to"], line["factor"]) == (6 * T, 5 * T, 0.5)
-    want = "no replica has finite weights and a finite loss" if math.isnan(strike) else "loss "
+    want = "no replica has finite weights and a finite loss" if math.isnan(strike) else "mean loss "
     assert line["reason"].startswith(want)
 
 
@@ -137,7 +137,7 @@ def test_guard_lowers_the_lr_more_at_each_retry_and_then_stops_with_good_weights
     assert [line["factor"] for line in results(tmp_path)] == [0.5, 0.25, None]
     rates = [[group["lr"] for group in one.param_groups] for one in run.optimizer.each]
     assert rates == run.scheduler.get_replica_lrs()  # the lowered learning rates
-    assert results(tmp_path)[-1]["reason"].startswith("stopped: loss")
+    assert results(tmp_path)[-1]["reason"].startswith("stopped: mean loss")
 
 
 def test_guard_changes_nothing_in_a_run_without_spikes() -> None:
