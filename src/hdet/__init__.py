@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hdet.checkpoint import load_checkpoint, save_checkpoint
     from hdet.control.paper import PaperController
     from hdet.control.replica_health import ReplicasLost
-    from hdet.control.spike_guard import Guard
+    from hdet.control.guard import Guard
     from hdet.control.tracker import Tracker
     from hdet.knobs.dial import Dial
     from hdet.knobs.model_knobs import attention_temperature, dropout, label_smoothing
@@ -71,7 +71,7 @@ _MODULES = {
     "hdet.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "hdet.control.paper": ("PaperController",),
     "hdet.control.replica_health": ("ReplicasLost",),
-    "hdet.control.spike_guard": ("Guard",),
+    "hdet.control.guard": ("Guard",),
     "hdet.control.tracker": ("Tracker",),
     "hdet.knobs.dial": ("Dial",),
     "hdet.knobs.model_knobs": ("attention_temperature", "dropout", "label_smoothing"),

@@ -11,7 +11,7 @@ from benchmarks.learning_rate.fleet import Fleet
 from benchmarks.learning_rate.methods.bench import Bench
 from benchmarks.learning_rate.methods.schedules import RowPlan
 from benchmarks.learning_rate.rules import Rule
-from hdet.control.spike_guard import SpikeMonitor
+from hdet.control.guard import GuardMonitor
 
 
 class Means:
@@ -51,7 +51,7 @@ class RowGuards:
     def start(self, bench: Bench, fleet: Fleet, rule: Rule, plans: Sequence[RowPlan]) -> None:
         self._steps, self._sync_every = bench.plan.steps, bench.sync_every
         self._fleet, self._rule, self._legs = fleet, rule, plans
-        self._watches = [SpikeMonitor(self._guard) for _ in plans]
+        self._watches = [GuardMonitor(self._guard) for _ in plans]
         self._means = Means(len(plans), fleet.device)
         self._first: list[float] | None = None
         self.scales = torch.ones(len(plans), 1, dtype=fleet.weights.dtype, device=fleet.device)

@@ -6,6 +6,7 @@ schedule, reads its learning rates, and restores the optimizer's entries.
 
 import copy
 import warnings
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -138,9 +139,9 @@ class BaseSchedule:
         num_groups = sum(peak != 0 for peak in self.peaks)
         return ScheduleShares(total / num_steps / num_groups, highest) if num_groups else None
 
-    def share_of_now(self) -> float:
-        """Return the present learning rate in units of the peak, as a mean over the groups."""
-        shares = [lr / peak for lr, peak in zip(self.lrs, self.peaks, strict=True) if peak]
+    def share_of(self, lrs: Sequence[float]) -> float:
+        """Return learning rates in units of the peak, as a mean over the groups."""
+        shares = [lr / peak for lr, peak in zip(lrs, self.peaks, strict=True) if peak]
         return sum(shares) / len(shares) if shares else 0.0
 
     @property

@@ -12,13 +12,14 @@ from typing import NoReturn
 from torch import Tensor
 
 from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
-from hdet.control.spike_guard import RELIEF
+from hdet.control.guard import RELIEF
 from hdet.control.stall_detector import is_too_late_to_restart
 from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent
 from hdet.records.knob_entries import MovedKnob, knob_entries
 from hdet.records.writer import Timers
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_phase import SearchPhase
+from hdet.scheduler.search_result import shares_of_rest
 from hdet.signals.exchange import CycleReport
 from hdet.tensors.timing import Stopwatch
 from hdet.weights.inventory import ALL_KINDS, WEIGHTS, TensorKind
@@ -51,7 +52,7 @@ class CycleEnd:
         event = self._move_knobs(report, health, trained_with, num_bytes)
         correction = self._correct_scale()
         run.next_cycle()
-        if run.good_point is not None:
+        if run.good_point is not None and run.good_point.monitor.is_best:
             run.good_point.take(run.progress.step)
         timers = run.log.probe_timers if scores is not None else Timers()
         run.log.write(event, replace(timers, converge=stopwatch), wait=run.progress.is_over())
@@ -74,7 +75,10 @@ class CycleEnd:
     def note_first_loss(self, report: CycleReport) -> None:
         """Tell guard and stall detector the loss of the first step, once."""
         if self._run.good_point is not None:
-            self._run.good_point.monitor.set_first_loss(report.first_loss, report.first_error)
+            monitor = self._run.good_point.monitor
+            monitor.set_first_loss(report.first_loss, report.first_error)
+            if self._run.replicas.size == 1:
+                monitor.lower_first_error(report.first_error)
         if self._search_phase.second_start is not None:
             self._search_phase.second_start.stall_detector.set_first_loss(
                 report.first_loss, report.first_error
@@ -100,13 +104,13 @@ class CycleEnd:
         return report
 
     def _rolls_back(self, report: CycleReport) -> bool:
-        """Restore earlier weights if the run stalls or its loss spikes; return whether it did."""
+        """Restore earlier weights if the run stalls or it fails; return whether it did."""
         run = self._run
         self.note_first_loss(report)
         second = self._search_phase.second_start
         if second is not None and self._restarts(second, report):
             return True
-        if run.good_point is not None and (reason := self._spike(run.good_point, report)):
+        if run.good_point is not None and (reason := self._failure(run.good_point, report)):
             self._roll_back(run.good_point, reason)
             return True
         return False
@@ -219,14 +223,15 @@ class CycleEnd:
         losses = [loss if r in health.healthy else None for r, loss in enumerate(report.losses)]
         return health.without(run.good_point.monitor.outliers(losses, report.errors))
 
-    def _spike(self, good_point: GoodPoint, report: CycleReport) -> str | None:
+    def _failure(self, good_point: GoodPoint, report: CycleReport) -> str | None:
         """Return why the guard must roll back, before the weights are averaged; else None."""
         loss, error = self._mean_loss(report)
+        lr, monitor = self._run.rates.highest, good_point.monitor
         if loss is not None and math.isnan(loss):
-            return good_point.monitor.record_failure(
-                "no replica has finite weights and a finite loss"
-            )
-        return good_point.monitor.check_cycle(loss, error)
+            return monitor.record_failure("no replica has finite weights and a finite loss", lr=lr)
+        if report.num_bad_buffers and report.num_bad_buffers > good_point.num_bad_buffers():
+            return monitor.record_failure("buffers are not finite", lr=lr)
+        return monitor.check_cycle(loss, error, lr=lr, vanished=report.vanished)
 
     def _mean_loss(self, report: CycleReport) -> tuple[float | None, float | None]:
         """Return the mean loss of healthy replicas and its error; NaN if no replica is."""
@@ -236,19 +241,21 @@ class CycleEnd:
             return math.nan, None
 
     def _roll_back(self, good_point: GoodPoint, reason: str) -> None:
-        """Restore the last good weights and lower the scale. Schedule and data continue."""
+        """Restore the best weights and lower the ceiling. Schedule and data continue."""
         run, monitor = self._run, good_point.monitor
         good_point.restore()
         if run.settings.overlap:  # each replica kept its weights of before the average arrived
             run.average_now()
         if monitor.is_out_of_retries:
             self._give_up(good_point, reason)
-        factor = monitor.scale_factor()
+        ahead = self._highest_lr_ahead()
+        factor = monitor.scale_factor(run.rates.highest, ahead)
         run.knob_bank.rescale(factor)
         run.next_cycle()
         run.log.info(
             f"guard restored the weights of step {good_point.step} at step {run.progress.step} "
-            f"({reason}); the learning rate is multiplied by {factor:.3g}."
+            f"({reason}); the learning rate is multiplied by {factor:.3g}, its peak from now on is "
+            f"{factor * ahead:.3g} x the given one."
         )
         run.log.write(
             GuardEvent(
@@ -260,6 +267,14 @@ class CycleEnd:
             )
         )
 
+    def _highest_lr_ahead(self) -> float:
+        """The highest learning rate of the rest of the run, in units of the given one."""
+        run = self._run
+        now = run.base.share_of(run.knob_bank.lrs(run.base.lrs))
+        base = run.base.share_of(run.base.lrs)
+        rest = shares_of_rest(run) if run.one_cycle is None else None
+        return max(now, rest.highest * now / base) if rest is not None and base else now
+
     def _give_up(self, good_point: GoodPoint, reason: str) -> NoReturn:
         run, monitor = self._run, good_point.monitor
         num, step = monitor.consecutive_rollbacks - 1, run.progress.step
@@ -270,7 +285,7 @@ class CycleEnd:
             GuardEvent(step=step, reason=f"stopped: {reason}", back_to=good_point.step), wait=True
         )
         raise ReplicasLost(
-            f"the guard restored the run {num} times in a row, and the loss spikes again at step "
+            f"the guard restored the run {num} times in a row, and the run fails again at step "
             f"{step} ({reason}). All replicas have the weights of step {good_point.step}. Save "
             "them, and resume with a lower learning rate."
         )

@@ -21,6 +21,8 @@ class CyclePhase:
     def step(self) -> None:
         run, progress = self._run, self._run.progress
         left = progress.steps_left(progress.step + 1)
+        if run.good_point is not None and not run.weights.gradient_watch.has_started:
+            run.weights.gradient_watch.start()
         trained_with = run.knob_bank.base_lrs(run.base.lrs) if left == 0 else []
         run.log.trace(progress.step, run.rates.centre, run.base.momenta)
         self._advance_schedule(run.clock.due(progress.step + 1))

@@ -12,7 +12,7 @@ from hdet._messages import Warn
 from hdet._validation import number_of
 from hdet.control.controller import Controller
 from hdet.control.one_cycle_bounds import OneCycleBounds
-from hdet.control.spike_guard import Guard
+from hdet.control.guard import Guard
 from hdet.lr_search.scout import Scout
 from hdet.records.events import (
     NoteEvent,
@@ -73,7 +73,7 @@ class HDET(RunReadings):
             does not explore. `"paper"` explores as the paper does, without scout and guard.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1). None
             takes the preset's value.
-        sync_every: Steps in a cycle. None takes the preset's value: a thirtieth of the run, at
+        sync_every: Steps in a cycle. None takes the preset's value: a sixtieth of the run, at
             most 1000, or 1000 for the paper.
         knobs: The scalars to explore, such as `[hdet.lr(), hdet.weight_decay()]`. None explores
             the learning rate of each parameter group.

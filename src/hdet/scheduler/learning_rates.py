@@ -36,6 +36,8 @@ class LearningRates:
         """The learning rate of each group in the centre of the spread."""
         self.local: list[list[float]] = []
         """Those of each local replica."""
+        self.highest = 0.0
+        """The highest share of the given learning rates since the cycle began."""
 
     def write(self, *, everything: bool = False) -> None:
         """Write the learning rates of this step; scheduled knobs too, or all of them."""
@@ -48,6 +50,7 @@ class LearningRates:
             [lr * factor for lr, factor in zip(base, factors, strict=True)]
             for factors in self._factors
         ]
+        self.highest = max(self.highest, self.share())
         if self._progress.trial is not None:
             self.local = [self.of(replica) for replica in self._replicas.local]
         self._write_groups()
@@ -55,6 +58,10 @@ class LearningRates:
             self._bound_knobs.write(
                 self.other_knobs(), self._progress.step, self._base.momenta, everything=everything
             )
+
+    def share(self) -> float:
+        """The learning rates in units of those that the user gave, as a mean over the groups."""
+        return self._base.share_of(self.centre)
 
     def _write_groups(self) -> None:
         users = self._base.optimizer

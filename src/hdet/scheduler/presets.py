@@ -8,7 +8,7 @@ from hdet._messages import Warn, warn
 from hdet._validation import check_choice, check_integer
 from hdet.control.controller import Controller
 from hdet.control.paper import PaperController
-from hdet.control.spike_guard import Guard
+from hdet.control.guard import Guard
 from hdet.control.tracker import Tracker
 from hdet.knobs.specs import LearningRate
 from hdet.lr_search.scout import Scout
@@ -18,8 +18,9 @@ Restart = Literal["restart"]
 PRESETS = ("best", "paper")
 SPREAD, SYNC_EVERY = 1 / 9, 1000
 """The values of the paper."""
-NUM_CYCLES = 30
-"""Cycles in a run with the best preset. Cycles never exceed the paper's length."""
+NUM_CYCLES, NUM_EXPLORING_CYCLES = 60, 30
+"""Cycles in a run with the best preset, and in one that explores: short cycles let a guard act
+early, long ones tell replicas apart. Cycles never exceed the paper's length."""
 
 
 class GivenOptions(NamedTuple):
@@ -64,7 +65,7 @@ def choose_options(
         The options that the run uses.
 
     >>> choose_options("best", GivenOptions(), total_steps=3000, num_replicas=8)[:3]
-    (0.0, 100, None)
+    (0.0, 50, None)
     >>> choose_options("paper", GivenOptions(), total_steps=3000, num_replicas=8)[1]
     1000
     """
@@ -80,8 +81,6 @@ def choose_options(
             f"the length of the run is unknown: cycles have {SYNC_EVERY} steps, and no knob moves "
             "before the first one ends. Pass total_steps= or sync_every= to HDET."
         )
-    if num_replicas == 1:
-        usual = usual._replace(guard=None)  # one replica follows the base schedule exactly
     return ChosenOptions(
         usual.spread if given.spread is None else given.spread,
         usual.sync_every if given.sync_every is None else given.sync_every,
@@ -106,9 +105,10 @@ def _best(given: GivenOptions, total_steps: int | None) -> ChosenOptions:
     has_controller = given.controller not in ("auto", None)
     explores = given.knobs is not None or bool(given.spread) or has_controller
     has_lr = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
+    num_cycles = NUM_EXPLORING_CYCLES if explores else NUM_CYCLES
     return ChosenOptions(
         SPREAD if explores else 0.0,
-        SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // NUM_CYCLES), 1),
+        SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // num_cycles), 1),
         Tracker(relative=has_lr and given.scout is not None) if explores else None,
         Scout() if has_lr else None,
         Guard(offload=True) if has_lr else None,

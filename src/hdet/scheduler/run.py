@@ -218,6 +218,7 @@ class Run:
     def start_cycle(self, *, is_partial: bool) -> None:
         """Start without evidence, from one model on all replicas."""
         self.training_loss.clear()
+        self.rates.highest = 0.0
         self.weights.start_cycle()
         self.log.start_cycle()
         self.progress.replicas_differ = self.weights.averager.has_pending_average

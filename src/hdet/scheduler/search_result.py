@@ -17,19 +17,27 @@ from hdet.scheduler.search_trial import SearchTrial
 
 
 def remaining_shares(run: Run, trial: SearchTrial) -> ScheduleShares:
-    """Return the rest of the base schedule in units of the learning rates of the search.
+    """Return the rest of the base schedule in units of the learning rates of the search."""
+    rest = shares_of_rest(run)
+    now = run.base.share_of(run.base.lrs) if trial.trigger.is_mid_run else 1.0
+    if rest is None or not now:
+        return ScheduleShares(1.0, 1.0)
+    return ScheduleShares(*(share / now for share in rest))
 
-    Processes may not all know their schedule. Unless all agree, it counts as constant.
+
+def shares_of_rest(run: Run) -> ScheduleShares | None:
+    """Return the rest of the base schedule in units of its peak; None unless all processes agree.
+
+    All processes must call this together.
     """
     known = run.base.shares(run.settings.total_steps)
-    now = run.base.share_of_now() if trial.trigger.is_mid_run else 1.0
-    mine = [math.nan] * 2 if known is None or not now else [share / now for share in known]
+    mine = [math.nan] * 2 if known is None else list(known)
     rows = torch.tensor([mine] * len(run.replicas.local), dtype=torch.float64)
     gathered = run.replicas.gather(run.replicas.gather_parts(rows).flatten(1))
     everyone = gathered.unflatten(1, (-1, 2)).flatten(0, 1)
     shares = {ScheduleShares(*share) for share in everyone.tolist()}
     first = shares.pop()
-    return ScheduleShares(1.0, 1.0) if shares or math.isnan(first.mean) else first
+    return None if shares or math.isnan(first.mean) else first
 
 
 def is_lr_at_fault(trial: SearchTrial, estimate: Estimate) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from hdet._validation import check_choice, check_integer, check_range
 from hdet.control.assignment import DESIGNS
 from hdet.control.controller import Controller, complete_controller
-from hdet.control.spike_guard import Guard
+from hdet.control.guard import Guard
 from hdet.knobs.specs import LearningRate
 from hdet.lr_search.scout import Scout
 from hdet.replicas.quantization import CODECS

@@ -33,6 +33,8 @@ class Status(NamedTuple, Generic[Value]):
     """Size of the optimizer state."""
     first_loss: Value
     """The loss of the first step; nan without one."""
+    vanished: Value
+    """Share of tensors whose gradients have vanished since the first step."""
 
 
 def pack_status(status: Status[Tensor]) -> Tensor:
@@ -112,6 +114,7 @@ def merge_parts(pooled: Tensor) -> Tensor:
             num_bad_buffers=parts.num_bad_buffers.sum(1),
             state_numel=parts.state_numel.sum(1),
             first_loss=parts.first_loss.nanmean(1),
+            vanished=parts.vanished.amin(1),
         )
     )
 

@@ -48,6 +48,10 @@ class CycleReport(NamedTuple):
     """Standard error of the first loss, from the differences between replicas."""
     scores: list[list[float]] | None = None
     """Scores of the probe, lower is better, one for each of its batches; None without a probe."""
+    vanished: float = 0.0
+    """Share of tensors whose gradients have vanished on all replicas since the first step."""
+    num_bad_buffers: int = 0
+    """Elements of the buffers that are not finite on any replica."""
 
     def mean_of(self, replicas: Sequence[int]) -> tuple[float | None, float | None]:
         """The mean loss of some replicas and its standard error, None where unknown."""
@@ -134,6 +138,7 @@ def _local_status(
             num_bad_buffers=_as_column(checks.num_bad_buffers(), loss),
             state_numel=torch.stack([loss.new_full((), size) for size in sizes]),
             first_loss=_as_column(training_loss.first(), loss),
+            vanished=loss.new_full((len(loss),), 0.0) + weights.gradient_watch.vanished(),
         )
     )
 
@@ -172,8 +177,10 @@ def _report(
         agreed=agreed,
         optimizer_states_match=len({row.state_numel for row in rows}) == 1,
         first_loss=_mean_of_finite([row.first_loss for row in rows]),
-        first_error=_error_of_mean([row.first_loss for row in rows]),
+        first_error=_error_of_first(rows),
         scores=scores,
+        vanished=min(row.vanished for row in rows),
+        num_bad_buffers=int(least_bad),
     )
 
 
@@ -186,8 +193,11 @@ def _mean_of_finite(values: list[float]) -> float | None:
     return fmean(finite) if finite else None
 
 
-def _error_of_mean(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
+def _error_of_first(rows: Sequence[Status[float]]) -> float:
+    """The error of the mean first loss: how replicas differ. One shows it by later losses."""
+    finite = [row.first_loss for row in rows if math.isfinite(row.first_loss)]
+    if len(rows) == 1:
+        return (_known_error(rows[0]) or 0.0) * math.sqrt(rows[0].num_observed)
     return stdev(finite) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
 
 

@@ -10,6 +10,7 @@ from hdet.replicas.protocol import Replicas
 from hdet.tensors.ops import copies, copy_all
 from hdet.weights.averaging import Averager
 from hdet.weights.checks import WeightChecks
+from hdet.weights.gradient_watch import GradientWatch
 from hdet.weights.inventory import ReplicaTensors, TensorKind, refresh_all
 from hdet.weights.outer_optimizer import OptimizerFactory
 from hdet.weights.snapshot import (
@@ -29,6 +30,7 @@ class ReplicaWeights:
         averager: Averages the replicas.
         checks: Reads whether tensors are finite, equal, or how far apart.
         tail: The mean of the weights over the last steps of a cycle.
+        gradient_watch: Tells whether gradients have vanished.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ReplicaWeights:
         self.averager = Averager(optimizer, replicas, self._local, outer, compress)
         self.checks = WeightChecks(replicas, self._local)
         self.tail = TailAverage(self._local)
+        self.gradient_watch = GradientWatch(self._local)
 
     @property
     def has_unreplicated(self) -> bool:

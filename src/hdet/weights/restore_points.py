@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hdet.control.spike_guard import Guard, SpikeMonitor
+from hdet.control.guard import Guard, GuardMonitor
 from hdet.control.stall_detector import StallDetector
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.snapshot import Snapshot
@@ -117,7 +117,7 @@ class StartPoint(RestorePoint):
 
 
 class GoodPoint:
-    """What a guard rolls back to: first the start of the run, then its last good average."""
+    """What a guard rolls back to: first the start of the run, then the average of its best cycle."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class GoodPoint:
         weights: ReplicaWeights,
         step: int,
     ) -> None:
-        self.monitor = SpikeMonitor(guard)
+        self.monitor = GuardMonitor(guard)
         self.step = step
         """The step of the snapshot."""
         self._offload, self._weights = guard.offload, weights
@@ -135,8 +135,13 @@ class GoodPoint:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot of the last good weights."""
+        """The snapshot of the best weights."""
         return self._point.snapshot
+
+    def num_bad_buffers(self) -> int:
+        """The number of elements of a replica's buffers in the snapshot that are not finite."""
+        rows = self.snapshot.buffers
+        return min(sum(int((~b.isfinite()).sum()) for b in row.values()) for row in rows)
 
     def take(self, step: int) -> None:
         """Take a snapshot of a good average."""
@@ -147,7 +152,7 @@ class GoodPoint:
         self._point.take(equal=not self._weights.averager.has_pending_average)
 
     def restore(self) -> None:
-        """Restore the last good weights."""
+        """Restore the best weights."""
         self._point.restore()
 
     def close(self) -> None:

@@ -1,0 +1,396 @@
+"""Guard: when a run fails, and the ceiling that its learning rate then gets. Plain Python."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, stdev
+from typing import Any, NamedTuple
+
+from hdet._validation import check_flag, check_integer, check_positive, check_range
+
+LEVEL_CYCLES, NOISE_CYCLES = 5, 20
+"""The level of the loss is the median of so many good cycles, their noise that of so many."""
+MAX_NOISE_RATIO = 3.0
+"""The noise of a failing cycle counts up to this many times that of the good ones."""
+UNSURE = 1.5
+"""A noise that only the differences of cycles show counts this many times."""
+UNGAINED_SHARE = 0.02
+"""Before the run has gained anything, a failure lies above the first loss by this share of it."""
+GAIN_DEVIATIONS = 3.0
+"""The run has gained something once a cycle lies below the first loss by this many errors."""
+VANISHED_SHARE = 0.5
+"""A model whose gradients have vanished in this share of its tensors, and that has gained nothing,
+is dead."""
+SPARE_EVERY = 20
+"""A learning rate that has trained well is spared at its first failure, once in so many cycles."""
+PROBATION_CYCLES = 5
+"""After this many good cycles a learning rate that had trained well before is tried again, once."""
+MAX_POWER = 2
+"""The ceiling falls by at most this power of `lower` at one failure."""
+NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
+"""After this many rollbacks in a row the learning rate moves nothing any more. A loss that then
+differs from the one before by less than this share of its rise does not come from it."""
+OUTLIER_DEVIATIONS = 6.0
+"""An outlier lies this many standard deviations above the other replicas."""
+MIN_REPLICAS_FOR_OUTLIERS = 4
+"""Fewer replicas do not show which one is the outlier."""
+MAD_TO_DEVIATION = 1.4826
+"""The standard deviation over the median absolute deviation, of a normal distribution."""
+RELIEF = "not the learning rate, or not all of it: it is raised again"
+TOLERANCE_GROWTH = 4.0
+"""The limits grow by this factor each time that the data has changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """Restores the best weights of a run that fails, and caps its learning rate.
+
+    The guard judges the mean training loss of all replicas at the end of every cycle. A cycle
+    fails if its loss lies far above the lowest level so far, if it is not finite, or if the model
+    is dead. Then the run returns to the weights of its best cycle, and the rest of the schedule is
+    scaled so that its peak is a quarter of the learning rate that failed: the *ceiling*. The run
+    goes on with the next batch; data is not repeated.
+
+    A learning rate that has trained well before is spared once: one bad cycle may come from the
+    data.
+
+    Args:
+        deviations: A failure lies at least this many standard errors above the level.
+        share: A failure gives back at least this share of the gain of the run so far.
+        lower: The ceiling, in units of the learning rate that failed. It counts twice if the next
+            cycle fails as well.
+        retries: Rollbacks in a row before the run stops with `ReplicasLost`.
+        offload: Whether the best weights are kept in the memory of the host.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A number is out of its range.
+
+    >>> Guard(retries=3).lower
+    0.25
+    """
+
+    deviations: float = 4.0
+    share: float = 0.1
+    lower: float = 0.25
+    retries: int = 8
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("deviations", self.deviations)
+        check_positive("share", self.share)
+        check_range("lower", self.lower, least=1e-6, below=1)
+        check_integer("retries", self.retries, at_least=1)
+        check_flag("offload", self.offload)
+
+
+class Level(NamedTuple):
+    """A mean loss and its standard error."""
+
+    loss: float
+    error: float
+
+
+class GuardMonitor:
+    """Judges the cycles of a run, and says what ceiling its learning rate gets.
+
+    Learning rates are in units of those that the user gave.
+
+    Attributes:
+        consecutive_rollbacks: Rollbacks since the last good cycle.
+        scale_correction: The factor on the scale after a cycle that was called good.
+        sees_new_data: Whether the last cycle was called good because the data has changed.
+        is_best: Whether the last cycle has the lowest level so far: its weights are worth a
+            snapshot.
+        ceiling: The highest learning rate that is left after failures; infinite without one.
+        abstains: Whether rises are accepted, since they come from no learning rate, and the run
+            has gained nothing that could be lost.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self.consecutive_rollbacks = 0
+        self.scale_correction = 1.0
+        self.sees_new_data = False
+        self.is_best = True
+        self.ceiling = math.inf
+        self.abstains = False
+        self._tolerance = 1.0
+        self._recent: list[Level] = []
+        """The last good cycles."""
+        self._best: Level | None = None
+        """The lowest level so far."""
+        self._lowest_loss = math.inf
+        self._first: Level | None = None
+        self._has_new_level = False
+        """Whether the first loss is no measure any more, since the data has changed."""
+        self._last_bad_loss: float | None = None
+        """The loss of the last cycle, if that was rolled back and the loss was finite."""
+        self._survived = 0.0
+        """The highest learning rate of a good cycle."""
+        self._was_spared = False
+        """Whether the rollbacks in a row began with a learning rate that was spared."""
+        self._cycles_since_spared = SPARE_EVERY
+        self._lowered_by = 1.0
+        """The factor on the scale since the last good cycle."""
+        self._probation: list[float] = []
+        """The good cycles that are left of a probation, and the factor that it gives back."""
+        self._has_had_probation = False
+
+    def set_first_loss(self, loss: float | None, error: float = 0.0) -> None:
+        """Set the loss before the first step, once: the first cycles are compared with it."""
+        if self._first is None and loss is not None and math.isfinite(loss):
+            self._first = Level(loss, error)
+
+    def lower_first_error(self, error: float) -> None:
+        """Lower the error of the first loss to what a later cycle shows.
+
+        A single replica shows it by how losses differ within a cycle. A cycle that explodes shows
+        more noise than there is.
+        """
+        if self._first is not None and not self._has_new_level:
+            self._first = self._first._replace(error=min(error, self._first.error))
+
+    def check_cycle(
+        self,
+        loss: float | None,
+        error: float | None = None,
+        *,
+        lr: float = 1.0,
+        vanished: float = 0.0,
+    ) -> str | None:
+        """Judge a cycle: why it fails, or None for a good one, which is recorded.
+
+        Args:
+            loss: The mean loss of the cycle; None if no loss was observed.
+            error: The standard error of the loss; None if not known.
+            lr: The highest learning rate of the cycle.
+            vanished: The share of tensors whose gradients have vanished since the first step.
+        """
+        self.scale_correction, self.sees_new_data, self.is_best = 1.0, False, True
+        if loss is None:
+            return None
+        reason = self._reason(loss, error, vanished)
+        if reason is not None and not self._is_new_data(loss):
+            self.record_failure(reason, lr=lr)
+            self._last_bad_loss = loss if math.isfinite(loss) else None
+            return reason
+        if reason is not None:
+            self._accept_new_level()
+        self._record_good(Level(loss, self._scatter(loss) if error is None else error), lr)
+        return None
+
+    def record_failure(self, reason: str, *, lr: float) -> str:
+        """Count a rollback, whatever the loss of the cycle is; returns the reason."""
+        self._spare(lr)
+        self.consecutive_rollbacks += 1
+        self._last_bad_loss = None
+        return reason
+
+    def scale_factor(self, lr: float, ahead: float) -> float:
+        """The factor on the scale for the current rollback, which sets the ceiling.
+
+        Args:
+            lr: The highest learning rate of the cycle that failed.
+            ahead: The highest learning rate of the rest of the run, as it is scaled now.
+        """
+        power = min(self.consecutive_rollbacks - self._was_spared, MAX_POWER)
+        if not power:
+            return 1.0
+        tried_before = lr <= self._survived and not self._has_had_probation
+        self.ceiling = min(self.ceiling, lr * self._guard.lower**power)
+        factor = min(self.ceiling / ahead, 1.0) if ahead > 0 else 1.0
+        self._lowered_by *= factor
+        self._probation = [PROBATION_CYCLES, self._lowered_by] if tried_before else []
+        return factor
+
+    def end_rollbacks(self) -> float:
+        """End the rollbacks: the factor that leaves the scale one step below where it was."""
+        raised = self._guard.lower / self._lowered_by
+        self._reset_rollbacks()
+        return raised
+
+    @property
+    def is_out_of_retries(self) -> bool:
+        """Whether the run stops instead of another rollback."""
+        return self.consecutive_rollbacks > self._guard.retries
+
+    def outliers(
+        self, losses: Sequence[float | None], errors: Sequence[float | None]
+    ) -> dict[int, str]:
+        """The replicas whose losses lie far above those of the others, each with a text."""
+        known = {r: loss for r, loss in enumerate(losses) if loss is not None}
+        known = {r: loss for r, loss in known.items() if math.isfinite(loss)}
+        if len(known) < MIN_REPLICAS_FOR_OUTLIERS:
+            return {}
+        middle = median(known.values())
+        scatter = MAD_TO_DEVIATION * median(abs(loss - middle) for loss in known.values())
+        own = median([error for error in errors if error is not None] or [0.0])
+        share = self._guard.share * self._gain() or UNGAINED_SHARE * abs(middle)
+        limit = middle + max(OUTLIER_DEVIATIONS * max(scatter, own), share)
+        return {
+            replica: f"loss {loss:.4g} lies far above {middle:.4g}, that of the others"
+            for replica, loss in known.items()
+            if loss > limit
+        }
+
+    def _reason(self, loss: float, error: float | None, vanished: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"loss is {loss}"
+        if self._first is None or self.abstains:
+            return None
+        if vanished >= VANISHED_SHARE and not self._has_gained():
+            return f"the gradients of {vanished:.0%} of the tensors have vanished"
+        limit = self._limit(self._scatter() if error is None else error)
+        if loss <= limit:
+            return None
+        level = self._level(self._first).loss
+        return f"mean loss {loss:.4g} exceeds the limit {limit:.4g} (best level {level:.4g})"
+
+    def _limit(self, error: float) -> float:
+        """The highest loss of a cycle that does not fail."""
+        assert self._first is not None
+        level = self._level(self._first)
+        noise = max(self._noise(), level.error)
+        known = math.hypot(level.error, min(max(error, noise), MAX_NOISE_RATIO * noise))
+        share = self._guard.share * self._gain()
+        if not self._has_gained():
+            share = max(share, UNGAINED_SHARE * abs(level.loss))
+        return level.loss + self._tolerance * max(self._guard.deviations * known, share)
+
+    def _level(self, first: Level) -> Level:
+        """The lowest level so far, unless the first loss shows by now that it was a failure."""
+        best = self._best
+        if best is None:
+            return first
+        above = self._guard.deviations * math.hypot(first.error, best.error)
+        return best if best.loss <= first.loss + above else first
+
+    def _gain(self) -> float:
+        """What the run has gained since its first loss."""
+        if self._first is None or self._best is None:
+            return 0.0
+        return max(self._first.loss - self._best.loss, 0.0)
+
+    def _has_gained(self) -> bool:
+        if self._first is None or self._best is None:
+            return False
+        return self._gain() > GAIN_DEVIATIONS * math.hypot(self._first.error, self._best.error)
+
+    def _noise(self) -> float:
+        """The usual error of a good cycle's loss."""
+        return median(level.error for level in self._recent) if self._recent else 0.0
+
+    def _scatter(self, *more: float) -> float:
+        """The noise of a cycle of one step, by how cycles differ: one loss does not show it."""
+        losses = [*(level.loss for level in self._recent), *more]
+        first = [] if self._first is None else [self._first.error]
+        return UNSURE * max(first + ([stdev(losses)] if len(losses) > 1 else [0.0]))
+
+    def _record_good(self, cycle: Level, lr: float) -> None:
+        self._first = cycle if self._first is None else self._first
+        self._recent = [*self._recent, cycle][-NOISE_CYCLES:]
+        level = cycle
+        if len(self._recent) > 2:  # the lowest of single noisy losses would be too low
+            last = self._recent[-LEVEL_CYCLES:]
+            level = Level(median(one.loss for one in last), median(one.error for one in last))
+        self.is_best = cycle.loss < min(self._lowest_loss, self._first.loss + self._first.error)
+        self._lowest_loss = min(self._lowest_loss, cycle.loss)
+        if self._best is None or level.loss < self._best.loss:
+            self._best = level
+        self._survived = max(self._survived, lr)
+        self.abstains = self.abstains and not self._has_gained()
+        self._cycles_since_spared += 1
+        self._reset_rollbacks()
+        self._count_probation()
+
+    def _count_probation(self) -> None:
+        """Give a learning rate that had trained well before a second chance, by good cycles."""
+        if not self._probation:
+            return
+        self._probation[0] -= 1
+        if self._probation[0] <= 0:
+            self.scale_correction *= 1 / self._probation[1]
+            self._probation, self._has_had_probation, self.ceiling = [], True, math.inf
+
+    def _spare(self, lr: float) -> None:
+        """Spare a learning rate that has trained well, unless it was spared lately."""
+        if self.consecutive_rollbacks or self._probation:
+            return
+        if lr <= self._survived and self._cycles_since_spared >= SPARE_EVERY:
+            self._was_spared, self._cycles_since_spared = True, 0
+
+    def _is_new_data(self, loss: float) -> bool:
+        """Whether weights that hardly move any more have the same high loss again and again."""
+        last, first = self._last_bad_loss, self._first
+        if self.consecutive_rollbacks < NEW_DATA_AFTER or last is None or first is None:
+            return False
+        rise = abs(last - self._level(first).loss) + self._noise()
+        return math.isfinite(loss) and abs(loss - last) <= NEW_DATA_TOLERANCE * rise
+
+    def _accept_new_level(self) -> None:
+        """Go on from a new level: earlier losses are no measure for it."""
+        self.abstains, self._tolerance = not self._has_gained(), self._tolerance * TOLERANCE_GROWTH
+        self.scale_correction, self.sees_new_data = 1 / self._lowered_by, True
+        self._recent, self._best, self._lowest_loss = [], None, math.inf
+        self._first, self._has_new_level = None, True
+        self._probation, self.ceiling = [], math.inf
+
+    def _reset_rollbacks(self) -> None:
+        self.consecutive_rollbacks, self._last_bad_loss = 0, None
+        self._lowered_by, self._was_spared = 1.0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "recent": [list(level) for level in self._recent],
+            "best": None if self._best is None else list(self._best),
+            "lowest": self._lowest_loss,
+            "first": None if self._first is None else list(self._first),
+            "new_level": self._has_new_level,
+            "ceiling": self.ceiling,
+            "tolerance": [self.abstains, self._tolerance],
+            "survived": self._survived,
+            "rollbacks": self.consecutive_rollbacks,
+            "last_bad": self._last_bad_loss,
+            "spared": [self._was_spared, self._cycles_since_spared],
+            "lowered_by": self._lowered_by,
+            "probation": [list(self._probation), self._has_had_probation],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, also from one of the guard before there was a ceiling."""
+        state = state_of_spike_guard(state) if "good" in state else state
+        self._recent = [Level(*level) for level in state["recent"]]
+        self._best = None if state["best"] is None else Level(*state["best"])
+        self._lowest_loss = state["lowest"]
+        self._first = None if state["first"] is None else Level(*state["first"])
+        self._has_new_level = state["new_level"]
+        self.ceiling, self._survived = state["ceiling"], state["survived"]
+        self.abstains, self._tolerance = state["tolerance"]
+        self.consecutive_rollbacks, self._last_bad_loss = state["rollbacks"], state["last_bad"]
+        self._was_spared, self._cycles_since_spared = state["spared"]
+        self._lowered_by = state["lowered_by"]
+        self._probation, self._has_had_probation = list(state["probation"][0]), state["probation"][1]
+
+
+def state_of_spike_guard(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a monitor, from one that was saved before guards had a ceiling."""
+    good, errors = list(state["good"]), list(state.get("errors", []))
+    noise = median(errors) if errors else 0.0
+    recent = [[loss, noise] for loss in good]
+    first = state["first"]
+    return {
+        "recent": recent,
+        "best": [median(good[-LEVEL_CYCLES:]), noise] if good else None,
+        "lowest": min(good, default=math.inf),
+        "first": None if first is None else [first, state.get("first_error", 0.0)],
+        "new_level": False,
+        "ceiling": math.inf,
+        "tolerance": [False, 1.0],
+        "survived": 0.0,
+        "rollbacks": state["in_a_row"],
+        "last_bad": state.get("last"),
+        "spared": [False, SPARE_EVERY],
+        "lowered_by": state.get("lowered", 1.0),
+        "probation": [[], False],
+    }
