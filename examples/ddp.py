@@ -38,6 +38,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
+    train_and_save(arguments)
+    dist.barrier()  # no process leaves while another one still works
+    dist.destroy_process_group()
+
+
+def train_and_save(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     train, held_out, test_x, test_y = digits()
@@ -72,7 +78,6 @@ def main() -> None:
     scheduler.converge()  # hdet: before saving; after the last step it has nothing to do
     if dist.get_rank() == 0:
         save(arguments.out, network, optimizer, scheduler)
-    dist.destroy_process_group()
 
 
 def probe_on(held_out: TensorDataset) -> Any:  # hdet: how replicas are compared

@@ -1,14 +1,14 @@
-r"""Several hosts, a slow link between them: replicas train alone and meet once in a while.
+r"""Several hosts, a slow link between them: replicas train alone, and are averaged every 20 steps.
 
 On every host, with the address of the first one:
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restart looks for the processes of before
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restart uses old addresses
 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \
     --max-restarts 3 examples/hosts.py --out /shared/run
 
-Gradients stay at home; every 20 steps the weights are averaged, and an outer optimizer follows
-what they have changed (DiLoCo). A checkpoint is written now and then: where a host fails, torchrun
-starts all of them again, and they go on from the last one. The digits are scikit-learn's.
+Gradients are local. Every 20 steps the weights are averaged, and an outer optimizer steps along
+their change (DiLoCo). The script saves checkpoints: if a host fails, torchrun starts all hosts
+again, and they continue from the last checkpoint. The digits are scikit-learn's.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     scheduler = hdet.HDET(
         OneCycleLR(optimizer, 3e-3, total_steps=chosen.steps),
         model=model,
-        scout=None,  # with 3e-3 we know what we do
+        scout=None,  # 3e-3 is known to be good
         sync_every=20,
         gradients=chosen.gradients,
         outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -65,7 +65,7 @@ def main() -> None:
     last = [last_checkpoint(chosen.out)]
     dist.broadcast_object_list(last)  # a shared folder may look different on another host
     if last[0] is not None:
-        hdet.load_checkpoint(last[0], **parts)  # all hosts start again together
+        hdet.load_checkpoint(last[0], **parts)  # all hosts load the same one
         say(f"going on from step {scheduler.last_epoch}")
     while scheduler.last_epoch < chosen.steps:
         draw = torch.Generator().manual_seed(1000 * scheduler.last_epoch + dist.get_rank())
@@ -77,7 +77,7 @@ def main() -> None:
         scheduler.step(loss)
         if scheduler.last_epoch % chosen.save_every == 0:
             save(chosen.out, parts)
-            stumble(scheduler.last_epoch)
+            fail_once(scheduler.last_epoch)
     with torch.no_grad():
         accuracy = (network(test_x).argmax(1) == test_y).float().mean().item()
     total = sum(p.double().sum().item() for p in network.parameters())
@@ -96,12 +96,11 @@ def last_checkpoint(out: Path) -> Path | None:
     return max(done, key=lambda folder: int(folder.name.split("_")[1]), default=None)
 
 
-def stumble(step: int) -> None:
-    """For a trial of the restart: HDET_STUMBLE=300 lets the last process die after step 300, in its
-    first life."""
-    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+def fail_once(step: int) -> None:
+    """To try the restart: HDET_STUMBLE=300 ends the last process after step 300, but only once."""
+    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    if first_life and is_last and os.environ.get("HDET_STUMBLE") == str(step):
+    if is_first_start and is_last and os.environ.get("HDET_STUMBLE") == str(step):
         os._exit(1)
 
 

@@ -1,13 +1,16 @@
-"""What is one learning rate for each group worth, and do rounds see it? -> groups.json
+"""What does one learning rate per group gain, and can a scout measure it? -> groups.json
 
     python -m benchmarks.learning_rate.groups [--quick] [--only "ranking, feed"] [--data FOLDER]
         [--out FILE]
 
-On the two rankers, whose four groups are those of the paper, at the best learning rate of the grid:
-whole runs with the learning rate of one group four times higher or lower (the truth); what the
-same does to the score after a round of a scout; and where scores explode if one group alone
-is raised. A scout that finds a learning rate for each group would have to see the first in the
-others.
+The tasks are the two rankers, with the four parameter groups of the paper. All runs start from the
+best learning rate of the grid. The benchmark measures three things:
+
+- The truth: how whole runs end if the learning rate of one group is four times higher or lower.
+- The gain of a round: how the same changes move the score after one round of a scout.
+- The divergence threshold: where scores explode if the learning rate of one group alone rises.
+
+A scout that finds a learning rate for each group would have to predict the first from the others.
 """
 
 import argparse
@@ -34,13 +37,14 @@ from hdet.lr_search.response import divergence_threshold
 FACTOR = 4.0
 TRUTH_SEEDS, ROUND_SEEDS, BLAST_SEEDS = range(3), range(12), range(3)
 LOW = {"gains": 1 / 8, "explosions": 1 / 16}
-"""What the learning rate is multiplied by, for the batch of one replica and for other groups."""
+"""Shares of the best learning rate: for rounds with the batch of one replica, and for the groups
+that do not change."""
 LADDER = [4.0**rung for rung in range(-3, 9)]
 GAIN_STEPS, BLAST_STEPS = 30, 12
 
 
 class Change(NamedTuple):
-    """One group's learning rate times a factor; all groups' if none is named."""
+    """The factor of one group's learning rate, or of all groups if `group` is None."""
 
     group: int | None
     factor: float
@@ -52,10 +56,13 @@ class Change(NamedTuple):
 
 
 def truth(bench: Bench, best: float, changes: Sequence[Change]) -> dict[Change, list[float]]:
-    """How much higher whole runs end, in %, on every seed; the first change is none."""
+    """Return how much higher the loss of whole runs ends, in percent of the runs without a change.
+
+    The first of the changes must be no change. Each list has one entry for each seed.
+    """
     groups = len(bench.task.groups)
-    legs = [RowPlan(s, change.lrs(best, groups)) for change in changes for s in TRUTH_SEEDS]
-    losses = [float(end.live["loss"] or math.nan) for end in train_rows(bench, legs)]
+    plans = [RowPlan(s, change.lrs(best, groups)) for change in changes for s in TRUTH_SEEDS]
+    losses = [float(end.live["loss"] or math.nan) for end in train_rows(bench, plans)]
     num = len(TRUTH_SEEDS)
     base = losses[:num]
     return {
@@ -67,7 +74,11 @@ def truth(bench: Bench, best: float, changes: Sequence[Change]) -> dict[Change, 
 def scores(
     bench: Bench, seeds: Sequence[int], lrs: Sequence[tuple[float, ...]], num_steps: int
 ) -> tuple[list[float], list[list[float]]]:
-    """Of every seed before the first step, and with all these learning rates after a round."""
+    """Return the scores before the first step and after a round, for each seed.
+
+    A score after the round is that of the tail average: the mean of the weights over the last half
+    of the steps. Each seed has one such score for each entry of `lrs`.
+    """
     rows = [seed for seed in seeds for _ in lrs]
     fleet = bench.fleet(rows, capture=False)
     rule, batch = bench.rule(fleet), bench.task.batches(rows)
@@ -86,7 +97,10 @@ def scores(
 
 
 def gains(bench: Bench, best: float, changes: Sequence[Change]) -> dict[Change, list[float]]:
-    """How much worse a round scores, in units of what it gains without a change."""
+    """Return how much higher the score after a round is than without a change.
+
+    The unit is the gain of a round without a change. Each list has one entry for each seed.
+    """
     groups = len(bench.task.groups)
     lrs = [change.lrs(LOW["gains"] * best, groups) for change in changes]
     start, ended = scores(bench, ROUND_SEEDS, lrs, GAIN_STEPS)
@@ -95,7 +109,7 @@ def gains(bench: Bench, best: float, changes: Sequence[Change]) -> dict[Change, 
 
 
 def explosions(bench: Bench, best: float, group: int | None) -> list[float | None]:
-    """Where scores explode if this group alone is raised, in units of the best learning rate."""
+    """Return the divergence threshold of one group, in units of the best learning rate."""
     groups = len(bench.task.groups)
     low = LOW["explosions"]
     lrs = [Change(group, factor / low).lrs(low * best, groups) for factor in LADDER]

@@ -1,12 +1,17 @@
-"""What do the steps of a scout cost, and are its weights worth keeping? -> rewind.json
+"""What do the steps of a scout cost, and should a run keep its weights? -> rewind.json
 
     python -m benchmarks.learning_rate.rewind [--quick] [--only language] [--data FOLDER]
         [--out FILE]
 
-At the best learning rate of the grid: a run without its first 3 % of steps, whose schedule makes up
-for them in different ways. And runs with a scout that go on from its weights in different ways,
-instead of going back to those of before. All beside the best learning rate with all its steps, on
-the same seeds. Reads the best learning rates from results/settle.json.
+The reference is a run at the best learning rate of the grid, with all its steps. The benchmark
+compares it with two kinds of runs on the same seeds:
+
+- Runs at the same learning rate that lack the first 3 % of their steps. Their schedules make up for
+  the missing steps in different ways, or not at all.
+- Runs with a scout. They restore the first weights, or continue from the weights of replicas of the
+  scout.
+
+It reads the best learning rates from results/settle.json.
 """
 
 import argparse
@@ -37,11 +42,14 @@ from hdet.lr_search.transfer import peak_over_mean
 SEEDS, STARTS = range(6), (1.0, 0.1)
 SETTINGS = {"starts": STARTS, "fewer_steps_pct": 100 * hdet.Scout().share}
 ROWS = 48
-"""Of a fleet at most."""
+"""Runs that are trained together, at most."""
 
 
 def late(steps: int, begin: int, until: int) -> tuple[int, ...]:
-    """The places of a schedule that has made up for its first steps at some step of the run."""
+    """Return the schedule's step for each step of a run that starts at step `begin`.
+
+    The schedule starts at 0, runs faster, and reaches the step of the run at step `until`.
+    """
     pace = until / (until - begin)
     return tuple(
         round((step - begin) * pace) if step < until else step for step in range(begin, steps)
@@ -56,12 +64,14 @@ CATCHING_UP: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 }
 
 
-class Camp(NamedTuple):
-    """The replicas of a run when its last round was over: weights, states, buffers, [N, ...]."""
+class LastRound(NamedTuple):
+    """The replicas after the last round of a scout."""
 
     tensors: list[Tensor]
+    """Weights, optimizer states and buffers, each of shape [N, ...]."""
 
     def mean(self, chosen: Sequence[int]) -> list[Tensor]:
+        """Return the mean of some replicas. Integers are those of the first of them."""
         return [
             t[chosen].double().mean(0).to(t) if t.is_floating_point() else t[chosen[0]]
             for t in self.tensors
@@ -69,11 +79,12 @@ class Camp(NamedTuple):
 
 
 def tensors_of(fleet: Fleet, rule: Rule) -> list[Tensor]:
+    """Return weights, optimizer states and buffers, with one row for each run or replica."""
     return [fleet.weights, *rule.states(), *fleet.buffers.values()]
 
 
 def gained(search: Search) -> dict[int, float]:
-    """How much every replica of the last round that is better off has gained."""
+    """Return the gain of each replica whose score after the last round is below the start."""
     seen = {point.factor: point.score for point in [*search.points, *search.refined_observations]}
     assert search.start_score is not None
     gains = {
@@ -85,7 +96,10 @@ def gained(search: Search) -> dict[int, float]:
 
 
 def chosen_by(search: Search, gains: dict[int, float]) -> list[int]:
-    """The highest that is no higher than what was found."""
+    """Return the replica with the highest learning rate that does not exceed the scout's choice.
+
+    If all exceed it, return the highest.
+    """
     below = [r for r in gains if search.last_factors[r] <= 1.01 * (search.found or 0.0)]
     return [max(below or gains)]
 
@@ -99,59 +113,71 @@ GOING_ON: dict[str, Callable[[Search, dict[int, float]], list[int]]] = {
 
 
 def compared(bench: Bench, best: float) -> dict[str, list[float]]:
-    """The losses of every variant: first those of all steps, one for each seed."""
+    """Return the final losses of each variant, one for each seed.
+
+    The first variant is the reference. Variants with a scout have each seed once for each start.
+    """
     groups, steps = len(bench.task.groups), bench.plan.steps
     spent = int(hdet.Scout().share * steps)
     whole = [RowPlan(seed, (best,) * groups) for seed in SEEDS]
-    legs = {"all steps": whole}
+    plans = {"all steps": whole}
     for how, played in CATCHING_UP.items():
         cut = played(steps, spent)
-        legs[f"3 % fewer, made up {how}"] = [leg._replace(begin=spent, places=cut) for leg in whole]
-    losses = {name: trained(bench, part) for name, part in legs.items()}
-    camps: dict[Run, Camp] = {}
+        shorter = [plan._replace(begin=spent, places=cut) for plan in whole]
+        plans[f"3 % fewer, made up {how}"] = shorter
+    losses = {name: trained(bench, part) for name, part in plans.items()}
+    last_rounds: dict[Run, LastRound] = {}
 
     def look(runs: Sequence[Run], fleet: Fleet, rule: Rule) -> None:
         for at, run in enumerate(runs):
             own = slice(at * N, (at + 1) * N)
-            camps[run] = Camp([tensor[own].clone() for tensor in tensors_of(fleet, rule)])
+            tensors = [tensor[own].clone() for tensor in tensors_of(fleet, rule)]
+            last_rounds[run] = LastRound(tensors)
 
     runs = [Run(best * start, seed) for start in STARTS for seed in SEEDS]
     searches = search_lrs(bench, runs, by="probe", scout=hdet.Scout(), look=look)
     lrs = shape("one cycle", steps, True).lrs
-    begun = []
+    after_search = []
     for run, search in zip(runs, searches, strict=True):
         lr = run.lr * search.estimate(peak=peak_over_mean(sum(lrs) / steps)).factor
-        begun.append(RowPlan(run.seed, (lr,) * groups, search.used))
+        after_search.append(RowPlan(run.seed, (lr,) * groups, search.used))
     for how, choose in GOING_ON.items():
         starts = [
-            camps[run].mean(kept) if gains and (kept := choose(search, gains)) else None
+            last_rounds[run].mean(kept) if gains and (kept := choose(search, gains)) else None
             for run, search in zip(runs, searches, strict=True)
             for gains in [gained(search)]
         ]
-        losses[f"scout, {how}"] = trained(bench, begun, starts)
+        losses[f"scout, {how}"] = trained(bench, after_search, starts)
         print(f"  {how}", flush=True)
     return losses
 
 
 def trained(
-    bench: Bench, legs: Sequence[RowPlan], starts: Sequence[list[Tensor] | None] | None = None
+    bench: Bench, plans: Sequence[RowPlan], starts: Sequence[list[Tensor] | None] | None = None
 ) -> list[float]:
+    """Train runs to their end and return their final losses, NaN for a run that is lost.
+
+    Args:
+        bench: The task and the length of a run.
+        plans: The seed, the learning rates and the schedule of each run.
+        starts: The tensors that each run starts from. None is a fresh model.
+    """
     found: list[float] = []
-    for first in range(0, len(legs), ROWS):
-        given = [None] * len(legs) if starts is None else starts[first : first + ROWS]
+    for first in range(0, len(plans), ROWS):
+        given = [None] * len(plans) if starts is None else starts[first : first + ROWS]
 
         def start(fleet: Fleet, rule: Rule, given: Sequence[list[Tensor] | None] = given) -> None:
             for row, tensors in enumerate(given):
                 for own, outcome in zip(tensors_of(fleet, rule), tensors or [], strict=False):
                     own[row] = outcome
 
-        ended = train_rows(bench, legs[first : first + ROWS], start=start)
+        ended = train_rows(bench, plans[first : first + ROWS], start=start)
         found += [float(end.live["loss"] or "nan") for end in ended]
     return found
 
 
 def summed_up(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """What every variant loses, in percent of the loss with all steps on the same seed."""
+    """Return by how many percent each variant ends above the reference of the same seed."""
     reference = losses["all steps"]
     outcome = {}
     for name, each in losses.items():
@@ -168,11 +194,11 @@ SHORT = {
     "scout, back to the weights of before": "scout",
     "scout, from the best replica": "from_best_replica",
 }
-"""Names for the headline; the others are made of what they say."""
+"""Short names of variants in the headline. Other variants have their own names there."""
 
 
 def headline(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """What every variant loses on every task, on average."""
+    """Return the mean regret of each variant on each task, in percent."""
     return {
         f"{TASK_WORDS[task]}_{SHORT.get(how, how)}_pct": numbers["mean_pct"]
         for task, table in tasks.items()

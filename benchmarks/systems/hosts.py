@@ -112,7 +112,7 @@ class Hosts:
 
 
 def environment() -> dict[str, str]:
-    """Torchrun would find the addresses of the first life in its store, after a restart."""
+    """Return the environment of torchrun. A shared store keeps old addresses over a restart."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

@@ -4,6 +4,7 @@ hdet never configures logging. Log lines go where the user's logging shows them,
 """
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,14 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         category: The class of the warning.
     """
     warnings.warn(text, category, stacklevel=_stacklevel(sys._getframe(1)))
+
+
+def launched_first() -> bool:
+    """Return whether the launcher calls this process the first one, or calls it nothing.
+
+    For code that runs before there are replicas to ask. torchrun and other launchers set `RANK`.
+    """
+    return os.environ.get("RANK", "0") == "0"
 
 
 def info(text: str) -> None:

@@ -59,6 +59,13 @@ def test_readme_gives_the_same_run_length() -> None:
     )
 
 
+def test_limits_page_gives_the_same_run_lengths() -> None:
+    limits = " ".join((DOCS / "explanation/limits.md").read_text().split())
+    eight, two = ((a, b) for num in ("8", "2") for n, a, b in LENGTHS if n == num)
+    assert "needs {} steps with a probe and {} without".format(*eight) in limits
+    assert "With two replicas it needs {} and {}.".format(*two) in limits
+
+
 def _loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = (model(x) - 1).square().mean()
     return loss

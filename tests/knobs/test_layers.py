@@ -357,6 +357,17 @@ def test_dropout_inside_multihead_attention_stays_with_a_warning() -> None:
         hdet.dropout(layer)
 
 
+def test_dropout_that_stays_is_warned_of_on_the_first_process_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)
+    monkeypatch.setenv("RANK", "1")
+    hdet.dropout(layer)  # a warning would be an error
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="is not steered"):
+        hdet.dropout(layer)
+
+
 def test_temperature_keeps_a_wrapper_around_forward() -> None:
     model, x, calls = Bare(False), torch.randn(1, 2, 3, 4), []
     inner = model.forward

@@ -185,7 +185,7 @@ def test_error_feedback_sends_rounding_errors_later(processes: Processes) -> Non
 
 
 def overlapped(rank: int, kind: str | None = "int8") -> tuple[Tensor, Tensor]:
-    """The mean of all replicas half-way between two flights, and their weights at the end."""
+    """The mean of all replicas half-way between two averages, and their weights at the end."""
     model = DistributedDataParallel(toy.toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = scheduled(model, optimizer, compress=kind, overlap=2, outer=OUTER)
@@ -291,7 +291,7 @@ def test_compressed_average_handles_several_dtypes_idle_weights_and_new_memory(
 ) -> None:
     (first, sent), *others = processes(3, mixed, overlap, str(tmp_path / "run"))
     assert all(first.equal(other) for other, _ in others)
-    # All but the first, whatever is idle, and the last where it is no flight.
+    # The first average is exact, and the last one does not overlap. Idle weights change no size.
     assert len(set(sent[1:-1])) == 1
 
 

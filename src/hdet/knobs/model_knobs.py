@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from hdet._messages import warn
+from hdet._messages import launched_first, warn
 from hdet.knobs.binding import Schedule
 from hdet.knobs.dial_knob import DialKnob
 from hdet.knobs.layers import (
@@ -81,7 +81,9 @@ def dropout(
 
 
 def _warn_of_fixed_dropout(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Warn of dropout that the knob does not change."""
+    """Warn of dropout that the knob does not change, on the first process."""
+    if not launched_first():
+        return
     fixed = [
         name
         for name, module in model.named_modules()

@@ -77,7 +77,7 @@ class Consensus:
                     run.rates.other_knobs(), run.progress.step, run.base.momenta
                 )
             )
-            # Autocast keeps casts of the weights: those of the mean must not meet the others.
+            # Autocast caches casts of weights. The cache must not outlive the weights it is of.
             torch.clear_autocast_cache()
             inside.callback(torch.clear_autocast_cache)
             yield True

@@ -266,7 +266,7 @@ class Run:
     def as_scored(self) -> Iterator[None]:
         """Inside, replicas have their tail average, and knobs that regularize are off."""
         with self.weights.tail.applied(), self.bound_knobs.without_regularization():
-            # Autocast keeps casts of the weights: those of the average must not meet the others.
+            # Autocast caches casts of weights. The cache must not outlive the weights it is of.
             torch.clear_autocast_cache()
             try:
                 yield

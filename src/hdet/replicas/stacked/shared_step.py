@@ -178,4 +178,5 @@ def unshare_state(each: Sequence[Optimizer]) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
