@@ -55,3 +55,12 @@ def check_names(name: str, value: Any) -> None:
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def check_bounds(name: str, value: Any) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise TypeError(f"`{name}` must be a pair of numbers, got {value!r}.")
+    for bound in value:
+        check_positive(name, bound)
+    if value[0] > value[1]:
+        raise ValueError(f"`{name}` must be in ascending order, got {value!r}.")

@@ -4,7 +4,6 @@ from hdet.lr_search.constants import (
     MAX_SWEEPS,
     MIN_ROUND_STEPS,
     NUM_SWEEPS_ASKED_FOR,
-    REFINE_STEPS,
     SWEEP_STEPS,
     SWEEPS_PER_BUDGET,
 )
@@ -13,10 +12,10 @@ from hdet.lr_search.scout import Scout
 
 
 def sweep_steps(scout: Scout, total_steps: int | None, num_replicas: int) -> int:
-    """Steps of a round of a sweep. One sweep takes at most a quarter of the budget.
+    """Steps of a round. A sweep takes at most half of the budget, or all of it in a short run.
 
-    >>> sweep_steps(Scout(), 1500, 8), sweep_steps(Scout(), 100_000, 8)
-    (11, 12)
+    >>> sweep_steps(Scout(), 1500, 8), sweep_steps(Scout(), 300, 8), sweep_steps(Scout(), 600, 2)
+    (8, 4, 4)
     """
     if scout.steps is not None:
         return scout.steps
@@ -50,42 +49,21 @@ class StepBudget:
         Raises:
             ValueError: One sweep takes more steps than the scout may take.
         """
-        self._round_steps = scout.steps
-        grid = SweepGrid(scout.decades, num_replicas)
-        self.sweep_steps = sweep_steps(scout, total_steps, num_replicas)
-        self.limit = _limit(scout, grid, self.sweep_steps, total_steps)
+        self.round_steps = sweep_steps(scout, total_steps, num_replicas)
+        self.limit = _limit(
+            scout, SweepGrid(scout.decades, num_replicas), self.round_steps, total_steps
+        )
         self.used = 0
-        self.used_by_sweeps = 0
-        """The steps that were used when the refinement started."""
 
     def fits(self, num_steps: int) -> bool:
         """Whether `num_steps` more stay within the limit."""
         return self.used + num_steps <= self.limit
 
-    def left_after(self, num_steps: int) -> float:
-        """The steps that are left after `num_steps` more."""
-        return self.limit - self.used - num_steps
-
-    def refine_steps(self, num_rounds: int) -> int:
-        """Steps of a round of the refinement, which shares what the sweeps have left."""
-        if self._round_steps is not None:
-            return self._round_steps
-        return min(REFINE_STEPS, int(self.limit - self.used_by_sweeps) // num_rounds)
-
-    def has_room_to_refine(self, num_rounds: int) -> bool:
-        """Whether rounds of the refinement fit that are no shorter than those of a sweep."""
-        steps = self.refine_steps(num_rounds)
-        return steps >= self.sweep_steps and self.fits(num_rounds * steps)
-
-    def sweep_rounds(self) -> int:
-        """The rounds of a sweep that still fit."""
-        return int(self.limit - self.used) // self.sweep_steps
-
 
 def _limit(scout: Scout, grid: SweepGrid, round_steps: int, total_steps: int | None) -> float:
     sweep = grid.num_rounds * round_steps
     if total_steps is None:
-        return (MAX_SWEEPS + 1) * sweep + REFINE_STEPS
+        return MAX_SWEEPS * sweep
     limit = scout.share * total_steps
     if scout.steps is not None:
         if sweep >= total_steps:

@@ -11,7 +11,6 @@ from hdet.lr_search.constants import (
     OVERFLOW,
     SINGLE_SCORE_NOISE,
 )
-from hdet.lr_search.transfer import GradientNorms
 
 
 class Observation(NamedTuple):
@@ -39,15 +38,21 @@ class Observations(NamedTuple):
 
     Attributes:
         points: The observations of all sweeps, by learning rate.
-        refined: The observations of the refinement, by learning rate.
         start_score: The score of the weights before the search; None if not known.
-        noise: The gradient noise of one replica; None if not known.
     """
 
     points: Sequence[Observation]
-    refined: Sequence[Observation] = ()
     start_score: float | None = None
-    noise: float | None = None
+
+    @property
+    def reference(self) -> float | None:
+        """The score that gains are measured from; None if nothing was observed.
+
+        Without a score of the start it is that of the lowest learning rate, which hardly moves.
+        """
+        if self.start_score is not None:
+            return self.start_score
+        return next((point.score for point in self.points if point.score is not None), None)
 
 
 class RoundLog:
@@ -57,27 +62,14 @@ class RoundLog:
         self.start_scores: list[float] = []
         """Scores of the weights before the search. Training losses give one in each round."""
         self._by_place: dict[int, Observation] = {}
-        self._refined: list[Observation] = []
-        self._gradient_norms: list[GradientNorms] = []
 
-    def add_context(self, norms: GradientNorms | None, start_score: float | None) -> None:
-        """Add what a round shows beside the scores of its learning rates."""
+    def add(
+        self, places: Iterable[int], points: Sequence[Observation], start_score: float | None
+    ) -> None:
+        """Add a round. A place that is tried again keeps its last observation."""
         if start_score is not None and abs(start_score) < OVERFLOW:
             self.start_scores.append(start_score)
-        if norms is not None:
-            self._gradient_norms.append(norms)
-
-    def add_sweep(self, places: Iterable[int], points: Sequence[Observation]) -> None:
-        """Add a round of a sweep. A place that is tried again keeps its last observation."""
         self._by_place.update(zip(places, points, strict=True))
-
-    def add_refined(self, points: Sequence[Observation]) -> None:
-        """Add a round of the refinement."""
-        self._refined += points
-
-    def restart_refinement(self) -> None:
-        """Leave the rounds of a refinement out that starts again with shorter ones."""
-        self._refined = []
 
     @property
     def places(self) -> list[int]:
@@ -85,45 +77,20 @@ class RoundLog:
         return list(self._by_place)
 
     @property
-    def points(self) -> list[Observation]:
-        """The observations of all sweeps, by learning rate."""
-        return sorted(self._by_place.values())
-
-    @property
-    def refined(self) -> list[Observation]:
-        """The observations of the refinement, by learning rate."""
-        return sorted(self._refined)
-
-    @property
-    def start_score(self) -> float | None:
-        """The score of the weights before the search; None if not known."""
-        return fmean(self.start_scores) if self.start_scores else None
-
-    def noise(self, num_replicas: int) -> float | None:
-        """The gradient noise of one replica before the search; None if not known."""
-        if not self._gradient_norms:
-            return None
-        alone, together = (fmean(column) for column in zip(*self._gradient_norms, strict=True))
-        return GradientNorms(alone, together).noise(num_replicas)
-
-    def observations(self, num_replicas: int) -> Observations:
+    def observations(self) -> Observations:
         """All that was observed, as plain data."""
-        noise = self.noise(num_replicas)
-        return Observations(self.points, self.refined, self.start_score, noise)
+        start = fmean(self.start_scores) if self.start_scores else None
+        return Observations(sorted(self._by_place.values()), start)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "seen": [[place, *point] for place, point in self._by_place.items()],
-            "close": [list(point) for point in self._refined],
-            "agreements": [list(norms) for norms in self._gradient_norms],
-            "outsets": list(self.start_scores),
+            "points": [[place, *point] for place, point in self._by_place.items()],
+            "start_scores": list(self.start_scores),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._by_place = {place: Observation(*point) for place, *point in state["seen"]}
-        self._refined = [Observation(*point) for point in state.get("close", [])]
-        self._gradient_norms = [GradientNorms(*pair) for pair in state.get("agreements", [])]
-        self.start_scores = list(state.get("outsets", []))
+        self._by_place = {place: Observation(*point) for place, *point in state["points"]}
+        self.start_scores = list(state["start_scores"])
 
 
 def observations_of_round(

@@ -12,8 +12,6 @@ class SearchTrigger(Enum):
     """The run starts."""
     REQUESTED = "requested"
     """The user calls `scout_again()` in the middle of the run."""
-    STALLED = "stalled"
-    """The run stalls in its first cycles and starts again from its first weights."""
     NEW_DATA = "new_data"
     """The guard reports in the middle of the run that the data has changed."""
 
@@ -22,22 +20,14 @@ class SearchTrigger(Enum):
         """Whether the search tries learning rates around that of the current step."""
         return self in (SearchTrigger.REQUESTED, SearchTrigger.NEW_DATA)
 
-    @property
-    def is_check(self) -> bool:
-        """Whether `Scout(restart=True)` needs one sweep only, unless the given one is hopeless."""
-        return self in (SearchTrigger.START, SearchTrigger.NEW_DATA)
-
 
 def trigger_to_state(trigger: SearchTrigger) -> dict[str, bool]:
     """The keys of a saved state that name the trigger; "late" names the rest of it.
 
-    >>> trigger_to_state(SearchTrigger.STALLED)
-    {'stuck': True, 'unasked': False}
+    >>> trigger_to_state(SearchTrigger.START)
+    {'unasked': False}
     """
-    return {
-        "stuck": trigger is SearchTrigger.STALLED,
-        "unasked": trigger is SearchTrigger.NEW_DATA,
-    }
+    return {"unasked": trigger is SearchTrigger.NEW_DATA}
 
 
 def trigger_of_state(state: Mapping[str, Any] | None) -> SearchTrigger:
@@ -51,4 +41,4 @@ def trigger_of_state(state: Mapping[str, Any] | None) -> SearchTrigger:
     if state.get("late") is not None:
         is_new_data = state.get("unasked", False)
         return SearchTrigger.NEW_DATA if is_new_data else SearchTrigger.REQUESTED
-    return SearchTrigger.STALLED if state.get("stuck", False) else SearchTrigger.START
+    return SearchTrigger.START

@@ -269,15 +269,17 @@ class SearchEvent(Event):
         mid_run: Whether the search began in mid-run, around the learning rate of that moment.
         compared_by: What replicas are compared by: `probe`, `held out` or `losses`.
         points: The learning rates of the first rounds.
-        refined: The learning rates around the first choice, from longer rounds.
-        noise: The gradient noise, relative to the gradient.
+        refined: Records of before 0.1: learning rates around a first choice.
+        noise: Records of before 0.1: the gradient noise, relative to the gradient.
         reference_lrs: For each parameter group the learning rate that a factor of 1 stands for.
-        found: The factor that was found, for the batch of one replica.
+        found: Records of before 0.1: the factor for the batch of one replica.
         factor: The factor that the run continues with; none before the last round.
         factor_reason: Why it continues with that factor.
-        lowest_lost: The lowest factor whose score was not finite.
+        within: The best factor probably lies within this factor of it.
+        shares: Evidence (`prior`, `gains`, `divergence`) -> its share in the decision.
+        lowest_lost: Records of before 0.1: the lowest factor whose score was not finite.
         divergence: The lowest factor from which the loss diverges.
-        reason: Why that factor was found.
+        reason: Why the search ended.
     """
 
     kind: ClassVar[str] = "scout"
@@ -291,6 +293,8 @@ class SearchEvent(Event):
     found: float | None = None
     factor: float | None = None
     factor_reason: str = ""
+    within: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
     lowest_lost: float | None = None
     divergence: float | None = None
     reason: str = ""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
 from hdet.control.guard import RELIEF
-from hdet.control.stall_detector import is_too_late_to_restart
 from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent
 from hdet.records.knob_entries import MovedKnob, knob_entries
 from hdet.records.writer import Timers
@@ -23,7 +22,7 @@ from hdet.scheduler.search_result import shares_of_rest
 from hdet.signals.exchange import CycleReport
 from hdet.tensors.timing import Stopwatch
 from hdet.weights.inventory import ALL_KINDS, WEIGHTS, TensorKind
-from hdet.weights.restore_points import GoodPoint, SecondStart
+from hdet.weights.restore_points import GoodPoint
 
 
 class CycleEnd:
@@ -73,16 +72,12 @@ class CycleEnd:
         return GuardEvent(step=step, reason=RELIEF, back_to=step, factor=factor)
 
     def note_first_loss(self, report: CycleReport) -> None:
-        """Tell guard and stall detector the loss of the first step, once."""
+        """Tell the guard the loss of the first step, once."""
         if self._run.good_point is not None:
             monitor = self._run.good_point.monitor
             monitor.set_first_loss(report.first_loss, report.first_error)
             if self._run.replicas.size == 1:
                 monitor.lower_first_error(report.first_error)
-        if self._search_phase.second_start is not None:
-            self._search_phase.second_start.stall_detector.set_first_loss(
-                report.first_loss, report.first_error
-            )
 
     def _exchange(self, scores: Tensor | None) -> CycleReport:
         run = self._run
@@ -104,36 +99,13 @@ class CycleEnd:
         return report
 
     def _rolls_back(self, report: CycleReport) -> bool:
-        """Restore earlier weights if the run stalls or it fails; return whether it did."""
+        """Restore earlier weights if the run fails; return whether it did."""
         run = self._run
         self.note_first_loss(report)
-        second = self._search_phase.second_start
-        if second is not None and self._restarts(second, report):
-            return True
         if run.good_point is not None and (reason := self._failure(run.good_point, report)):
             self._roll_back(run.good_point, reason)
             return True
         return False
-
-    def _restarts(self, second: SecondStart, report: CycleReport) -> bool:
-        """Restart from the first weights if the run stalls; return whether it did."""
-        run = self._run
-        if is_too_late_to_restart(run.knob_bank.cycle, run.progress.step, run.settings.total_steps):
-            self._search_phase.drop_second_start()
-            return False
-        loss, error = self._mean_loss(report)
-        if second.skips_next_check:
-            second.skips_next_check = False
-            return False
-        reason = second.stall_detector.reason(loss, error)
-        if reason is None or loss is None:
-            return False
-        # Weights that are worse than the first ones are not worth a return.
-        drop_present = not (report.first_loss is not None and loss < report.first_loss)
-        if not drop_present:
-            self._average(report, waits=True)
-        self._search_phase.restart(second, reason, drop_present=drop_present)
-        return True
 
     def _move_knobs(
         self, report: CycleReport, health: ReplicaHealth, trained_with: list[float], num_bytes: int

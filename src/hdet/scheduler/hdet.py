@@ -107,6 +107,8 @@ class HDET(RunReadings):
         record: The folder for the file `record.jsonl`, a sink, or a sequence of them. None
             writes no record.
         seed: Seed of the assignment of multipliers to replicas.
+        lr_bounds: The lowest and the highest peak learning rate that the scout may choose for the
+            first parameter group. The ratios between groups stay as they are given.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -138,6 +140,7 @@ class HDET(RunReadings):
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
         record: Record | None = None,
         seed: int = 0,
+        lr_bounds: tuple[float, float] | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
             wrapped = BaseSchedule(base)
@@ -159,6 +162,7 @@ class HDET(RunReadings):
                 seed=seed,
                 probe=as_probe(probe),
                 design=design,
+                lr_bounds=lr_bounds,
             )
             return wrapped, settings
 

@@ -21,6 +21,8 @@ class Progress:
     """The learning-rate search under way; none in an ordinary cycle."""
     average_due_at: int | None = None
     """The step at which an average under way is applied (`overlap=`)."""
+    found_lr: float | None = None
+    """What the last search chose for the first group: the peak of the schedule."""
     forward_due_at: int | None = None
     """The step, half-way there, at which a compressed average is forwarded."""
 

@@ -96,6 +96,14 @@ class RunReadings(LRScheduler):
         """Whether the scout runs: each replica tries a learning rate of its own."""
         return self._run.progress.trial is not None
 
+    @property
+    def found_lr(self) -> float | None:
+        """The learning rate that the scout chose: the peak of the first parameter group.
+
+        None before the scout has ended, and without one.
+        """
+        return self._run.progress.found_lr
+
     def sensitivity(self) -> dict[str, Sensitivity]:
         """Return how the score responds to every knob, from the last cycles.
 

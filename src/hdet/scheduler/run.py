@@ -177,6 +177,7 @@ class Run:
     def progress_state(self) -> dict[str, Any]:
         """Return the saved form of everything but a search."""
         counted = {**self.knob_bank.state_dict(), **self.clock.state_dict()}
+        counted["found_lr"] = self.progress.found_lr
         if self.good_point is not None:
             counted["guard"] = self.good_point.monitor.state_dict()
         return state.saved(self.progress.step, self.settings, self.base, counted)
@@ -184,6 +185,7 @@ class Run:
     def restore_progress(self, saved: dict[str, Any]) -> None:
         """Restore everything but the step and a search."""
         self.clock.load_state_dict(saved)
+        self.progress.found_lr = saved.get("found_lr")
         self.base.load_state_dict(saved["base"], self.clock.base_step)
         self.knob_bank.load_state_dict(saved)
         self.renew_good_point(saved.get("guard"))

@@ -3,16 +3,9 @@
 The messages end without a full stop: the caller puts them into a longer text.
 """
 
-from hdet.lr_search.budget import check_room, sweep_steps
-from hdet.lr_search.constants import MIN_LOSS_ROUND_STEPS, MIN_MEAN_SHARE
+from hdet.lr_search.budget import check_room
+from hdet.lr_search.constants import MIN_MEAN_SHARE
 from hdet.scheduler.rules import Rule, Setup
-
-
-def _scout_steps(setup: Setup) -> tuple[float, int, int]:
-    """Return the scout's share, the steps of the run and the steps of one round."""
-    scout, total = setup.settings.scout, setup.settings.total_steps
-    assert scout is not None and total is not None
-    return scout.share, total, sweep_steps(scout, total, setup.num_replicas)
 
 
 def _no_room(setup: Setup) -> str:
@@ -34,19 +27,6 @@ def _mean_share(setup: Setup) -> float | None:
 
 def _is_low(share: float | None) -> bool:
     return share is not None and share < MIN_MEAN_SHARE
-
-
-def _round_is_too_short(setup: Setup) -> bool:
-    return setup.settings.probe is None and _scout_steps(setup)[2] < MIN_LOSS_ROUND_STEPS
-
-
-def _short_round(setup: Setup) -> str:
-    share, total, num = _scout_steps(setup)
-    return (
-        f"the run is too short: {share:.0%} of {total} steps allow rounds of {num} steps with "
-        f"{setup.num_replicas} replicas, and training losses need {MIN_LOSS_ROUND_STEPS}. Pass "
-        "probe= to HDET"
-    )
 
 
 SCOUT_RULES = (
@@ -152,13 +132,6 @@ DEFAULT_SCOUT_RULES = (
         remedy="Train longer, use more replicas, or raise the scout's `share`.",
         applies=lambda setup: bool(_no_room(setup)),
         message=_no_room,
-    ),
-    Rule(
-        name="default-scout-short-rounds",
-        limit="A run without a probe starts without a scout if its rounds are too short.",
-        remedy="Pass `probe=`.",
-        applies=_round_is_too_short,
-        message=_short_round,
     ),
 )
 """A scout that is not requested is left out under these conditions."""

@@ -8,16 +8,10 @@ from typing import Any
 from torch import nn
 
 from hdet.lr_search.budget import check_room
-from hdet.lr_search.constants import (
-    DEFAULT_TAIL,
-    LOSS_ROUND_PARTS,
-    MAX_HELD_OUT_PARTS,
-    NUM_HELD_OUT_PARTS,
-)
+from hdet.lr_search.constants import DEFAULT_TAIL, LOSS_ROUND_PARTS, NUM_HELD_OUT_PARTS
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.reasons import Reason
 from hdet.lr_search.scout import AllRatesDiverged, Scout
-from hdet.lr_search.transfer import peak_over_mean
 from hdet.lr_search.trigger import SearchTrigger, trigger_of_state
 from hdet.records.events import GuardEvent
 from hdet.replicas.protocol import records_calls
@@ -25,14 +19,14 @@ from hdet.scheduler.compatibility import why_no_scout
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_result import (
     caution_about,
-    is_lr_at_fault,
-    remaining_shares,
+    estimate_of,
+    is_far_off,
+    prior_of_run,
     result_line,
     search_event,
 )
 from hdet.scheduler.search_trial import SearchTrial
 from hdet.signals.exchange import CycleReport
-from hdet.weights.restore_points import SecondStart
 
 NOT_SEARCHED = "no search after a change of the data"
 ALL_DIVERGED = (
@@ -41,12 +35,10 @@ ALL_DIVERGED = (
 
 
 class SearchPhase:
-    """Runs learning-rate searches: at the start, on request, after a stall, or for new data."""
+    """Runs learning-rate searches: at the start, on request, or for new data."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.second_start: SecondStart | None = None
-        """The first weights, as long as `scout="restart"` may need them."""
 
     def start(self, saved: Mapping[str, Any] | None = None) -> None:
         """Start to scout, or go on with a search that a checkpoint has saved of."""
@@ -56,7 +48,6 @@ class SearchPhase:
         scout = run.settings.scout if late is None else Scout(**late["scout"])
         if run.progress.trial is not None:
             self._end_trial(run.progress.trial)
-        self.drop_second_start()
         if scout is None or run.model is None or (run.progress.step > 0 and saved is None):
             return
         if run.replicas.size == 1:
@@ -67,9 +58,6 @@ class SearchPhase:
             )
             return
         total = run.settings.total_steps if late is None else late["total_steps"]
-        # A checkpoint of the first check holds the weights that the run started with.
-        is_fresh = saved is None or saved.get("brief", False)
-        is_check = scout.restart and trigger is SearchTrigger.START and is_fresh
         try:
             check_room(scout, num_replicas=run.replicas.size, total_steps=total)
         except ValueError as error:
@@ -78,10 +66,6 @@ class SearchPhase:
             # The run resumes with fewer replicas.
             run.log.warn_once("scout", f"scout stopped: {error} The given learning rate is kept.")
             return
-        if is_check:
-            self.second_start = SecondStart(
-                run.optimizer, run.model, run.weights, run.progress_state
-            )
         trial = self._start_trial(scout, run.model, total, trigger, saved)
         if trial.search.is_over:
             self._conclude(trial)
@@ -122,7 +106,6 @@ class SearchPhase:
         trigger: SearchTrigger = SearchTrigger.REQUESTED,
     ) -> None:
         """Search in mid-run, from the present weights."""
-        self.drop_second_start()
         self._run.training_loss.clear_first()
         self._start_trial(scout, model, left, trigger)
 
@@ -173,15 +156,14 @@ class SearchPhase:
             run.replicas,
             total_steps,
             rates=rates,
-            kind=type(run.optimizers[0]).__name__,
-            shared=run.settings.gradients == "shared",
+            prior=prior_of_run(run, rates),
             probes=run.settings.probe is not None,
             trigger=trigger,
         )
         if saved is not None:
             trial.resume(saved)
         if run.settings.probe is None and records_calls(run.replicas):
-            trial.use_held_out(run.replicas.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS))
+            trial.use_held_out(run.replicas.hold_out(NUM_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS))
         run.knob_bank.rest()
         return trial
 
@@ -244,9 +226,6 @@ class SearchPhase:
         """End a search that failed, with the weights from before it."""
         run = self._run
         run.weights.restore_(trial.start)
-        if self.second_start is not None and self.second_start.can_return:
-            run.restore_progress(self.second_start.restore_last())
-        self.drop_second_start()
         run.start_cycle(is_partial=True)
         self._end_trial(trial)
         run.rates.write(everything=True)
@@ -284,63 +263,23 @@ class SearchPhase:
         rates = dict(zip(run.base.names, trial.rates, strict=True))
         estimate = None
         if search.is_over:
-            shares = remaining_shares(run, trial)
-            estimate = search.estimate(peak=peak_over_mean(shares.mean), highest=shares.highest)
-            estimate = self._keep_or_change(trial, estimate)
+            estimate = self._keep_or_change(trial, estimate_of(run, trial))
             run.log.info(result_line(trial, estimate))
             if caution := caution_about(trial, estimate):
                 run.log.warn_once(f"scout at {run.progress.step}", caution)
             run.knob_bank.rescale(estimate.factor)
+            run.progress.found_lr = trial.rates[0] * estimate.factor
             run.clock.scouted(run.progress.step)
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
 
-    def restart(self, second: SecondStart, reason: str, *, drop_present: bool) -> None:
-        """Search from the first weights after a stall.
-
-        Args:
-            second: The first weights.
-            reason: Why the run stalls.
-            drop_present: Drop the present weights, which are worse than the first.
-        """
-        run = self._run
-        scout = run.settings.scout
-        assert scout is not None
-        assert run.model is not None
-        run.restore_progress(second.restore(drop_present=drop_present))
-        run.log.clear_trace()
-        run.training_loss.clear_first()
-        run.start_cycle(is_partial=True)
-        run.log.info(f"run stalls ({reason}): the scout searches from the first weights.")
-        reason = f"{reason}: scouting from the first weights"
-        run.log.write(GuardEvent(step=run.progress.step, reason=reason, back_to=0))
-        self._start_trial(scout, run.model, run.settings.total_steps, SearchTrigger.STALLED)
-
     def _keep_or_change(self, trial: SearchTrial, estimate: Estimate) -> Estimate:
-        """With `scout="restart"`, keep the given learning rate unless the estimate is far off.
-
-        Before anything has gone wrong, only an estimate that is far lower changes it.
-        """
-        if not trial.keeps_given_lr:
+        """With `scout="restart"`, keep the given learning rate unless it is far off."""
+        if not trial.keeps_given_lr or is_far_off(estimate):
             return estimate
-        second, has_stalled = self.second_start, trial.trigger is SearchTrigger.STALLED
-        can_return = second is not None and second.can_return
-        if is_lr_at_fault(trial, estimate) or (has_stalled and not can_return):
-            if not trial.trigger.is_mid_run:  # in mid-run the guard has good weights
-                self._run.renew_good_point()
-            self.drop_second_start()
-            return estimate
-        if second is not None and can_return:
-            self._run.restore_progress(second.restore_last())
-            self.drop_second_start()
-        elif second is not None:
-            second.skips_next_check = True
-        return Estimate(1.0, Reason.GIVEN_IS_KEPT, declined=estimate.factor)
-
-    def drop_second_start(self) -> None:
-        if self.second_start is not None:
-            self.second_start.close()
-        self.second_start = None
+        return Estimate(
+            1.0, Reason.GIVEN_IS_KEPT, estimate.within, estimate.shares, declined=estimate.factor
+        )
 
     def _end_trial(self, trial: SearchTrial) -> None:
         run = self._run

@@ -5,24 +5,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hdet.control.stall_detector import is_far_off
+from hdet.lr_search.constants import (
+    FAR_OFF_ERRORS,
+    FAR_OFF_RATIO,
+    GUESS_RATIO,
+    MAX_PEAK_OVER_MEAN,
+)
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import Observation
+from hdet.lr_search.prior import Prior, prior_of
 from hdet.lr_search.reasons import Reason, describe
-from hdet.lr_search.trigger import SearchTrigger
 from hdet.records.events import SearchEvent, TriedRate
 from hdet.scheduler.base_schedule import ScheduleShares
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_trial import SearchTrial
-
-
-def remaining_shares(run: Run, trial: SearchTrial) -> ScheduleShares:
-    """Return the rest of the base schedule in units of the learning rates of the search."""
-    rest = shares_of_rest(run)
-    now = run.base.share_of(run.base.lrs) if trial.trigger.is_mid_run else 1.0
-    if rest is None or not now:
-        return ScheduleShares(1.0, 1.0)
-    return ScheduleShares(*(share / now for share in rest))
 
 
 def shares_of_rest(run: Run) -> ScheduleShares | None:
@@ -40,17 +36,59 @@ def shares_of_rest(run: Run) -> ScheduleShares | None:
     return None if shares or math.isnan(first.mean) else first
 
 
-def is_lr_at_fault(trial: SearchTrial, estimate: Estimate) -> bool:
-    """Return whether the given learning rate is far off, beyond doubt.
+def prior_of_run(run: Run, rates: Sequence[float]) -> Prior | None:
+    """Return the usual mean learning rate of the run's optimizer, in units of the given rates.
 
-    A learning rate that gains nothing in a few steps is no proof. One that diverges is.
+    With several groups, that of the group with the most parameters counts.
     """
-    divergence = trial.search.divergence
-    is_sure = estimate.reason is not Reason.NOTHING_FOUND or (
-        divergence is not None and divergence < 1
+    optimizer = run.optimizers[0]
+    groups = optimizer.param_groups
+    sizes = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in groups]
+    pairs = [(size, place) for place, size in enumerate(sizes) if rates[place] > 0]
+    if not pairs:
+        return None
+    place = max(pairs)[1]
+    momentum = float(groups[place].get("momentum", 0.0) or 0.0)
+    known = prior_of(type(optimizer).__name__, momentum=momentum, num_parameters=sum(sizes))
+    return None if known is None else known._replace(mean=known.mean - math.log10(rates[place]))
+
+
+def estimate_of(run: Run, trial: SearchTrial) -> Estimate:
+    """Return what a search that is over leads to, for the rest of the schedule."""
+    rest = shares_of_rest(run)
+    now = run.base.share_of(run.base.lrs) if trial.trigger.is_mid_run else 1.0
+    shares = ScheduleShares(1.0, 1.0)
+    if rest is not None and now:
+        shares = ScheduleShares(*(share / now for share in rest))
+    bounds = run.settings.lr_bounds or (0.0, math.inf)
+    unit = trial.rates[0] or 1.0
+    return trial.search.estimate(
+        peak=peak_over_mean(shares.mean),
+        highest=shares.highest,
+        bounds=(bounds[0] / unit, bounds[1] / unit),
     )
-    has_stalled = trial.trigger is SearchTrigger.STALLED
-    return is_sure and is_far_off(estimate.factor) and (has_stalled or estimate.factor < 1)
+
+
+def peak_over_mean(mean_share: float) -> float:
+    """The peak of a schedule over its mean, from its mean in units of the given learning rate.
+
+    Rounds use a constant learning rate. The gain of a run depends on the mean of its learning rates
+    much more than on their peak. A schedule that rises above the given learning rate may have a
+    mean above it: then the result is below 1.
+
+    >>> peak_over_mean(0.5), peak_over_mean(1.0), peak_over_mean(0.01), peak_over_mean(4.0)
+    (2.0, 1.0, 2.5, 0.25)
+    """
+    return 1.0 if not mean_share else min(1 / mean_share, MAX_PEAK_OVER_MEAN)
+
+
+def is_far_off(estimate: Estimate) -> bool:
+    """Whether the given learning rate is far from the estimate, beyond doubt."""
+    if estimate.reason is Reason.NOTHING_FOUND:
+        return False
+    return abs(math.log(estimate.factor)) > max(
+        math.log(FAR_OFF_RATIO), FAR_OFF_ERRORS * math.log(estimate.within)
+    )
 
 
 def result_line(trial: SearchTrial, estimate: Estimate) -> str:
@@ -59,14 +97,22 @@ def result_line(trial: SearchTrial, estimate: Estimate) -> str:
     The learning rate is that of the first parameter group.
     """
     search, given = trial.search, trial.rates[0]
-    tried = [point.factor * given for point in (*search.points, *search.refined_observations)]
+    tried = [point.factor * given for point in search.observations.points]
     spans = f"; range tried {min(tried):.2g} to {max(tried):.2g}" if tried else ""
     whose = "present" if trial.trigger.is_mid_run else "given"
     return (
         f"scout chose {given * estimate.factor:.3g} ({estimate.factor:.3g} x the {whose} "
         f"{given:.3g}) after {search.used} steps{spans}; compared by {trial.compared_by}; "
-        f"{estimate.text}."
+        f"{estimate.text}{how_sure(estimate)}."
     )
+
+
+def how_sure(estimate: Estimate) -> str:
+    """Return how far off the best learning rate may be, and the shares of the evidence."""
+    if not math.isfinite(estimate.within) or not estimate.shares:
+        return ""
+    parts = [f"{name} {share:.0%}" for name, share in estimate.shares.items() if share >= 0.005]
+    return f"; the best is probably within a factor of {estimate.within:.2g} ({', '.join(parts)})"
 
 
 def caution_about(trial: SearchTrial, estimate: Estimate) -> str:
@@ -77,27 +123,31 @@ def caution_about(trial: SearchTrial, estimate: Estimate) -> str:
     what = f"begins with {estimate.factor:.3g} times the given learning rate"
     if trial.trigger.is_mid_run:
         what = f"goes on with {estimate.factor:.3g} times its learning rate"
-    return f"the scout {advice} ({describe(trial.search.reasons)}): the run {what}."
+    return f"the scout {advice}: the run {what}."
 
 
 def _advice(trial: SearchTrial, estimate: Estimate) -> str:
-    search = trial.search
-    if Reason.INTERRUPTED in search.reasons:
-        purpose = "try a learning rate" if search.found is None else "refine its choice"
+    reasons = trial.search.reasons
+    if Reason.INTERRUPTED in reasons and not trial.search.observations.points:
         return (
             "was interrupted by a `converge()` or a non-finite loss, and no steps were left to "
-            f"{purpose}"
+            "try a learning rate"
         )
-    if Reason.NO_TIME in search.reasons and search.found is not None:
+    if estimate.reason is Reason.NOTHING_FOUND:
+        return "found no difference between learning rates"
+    changes = not 1 / GUESS_RATIO <= estimate.factor <= GUESS_RATIO
+    if estimate.is_guess and changes:
+        return (
+            "saw hardly any difference between learning rates, and took what is usual for this "
+            "optimizer"
+        )
+    if Reason.NO_TIME in reasons and estimate.reason is not Reason.GIVEN_IS_KEPT:
         return (
             "found its best learning rate at the end of the range that it tried, and no steps were "
             "left to try more; give a nearer learning rate, more replicas or a larger "
             "`Scout(share=...)`"
         )
-    if estimate.reason is not Reason.NOTHING_FOUND:
-        return ""
-    found = "found no difference between learning rates"
-    return f"{found}; a `probe=` tells more than losses" if trial.compared_by == "losses" else found
+    return ""
 
 
 def search_event(
@@ -109,14 +159,12 @@ def search_event(
         step=step,
         mid_run=trial.trigger.is_mid_run,
         compared_by=trial.compared_by,
-        points=_tried_rates(search.points),
-        refined=_tried_rates(search.refined_observations),
-        noise=search.noise,
+        points=_tried_rates(search.observations.points),
         reference_lrs=rates,
-        found=search.found,
         factor=None if estimate is None else estimate.factor,
         factor_reason="" if estimate is None else estimate.text,
-        lowest_lost=search.lowest_lost,
+        within=None if estimate is None else estimate.within,
+        shares={} if estimate is None else estimate.shares,
         divergence=search.divergence,
         reason=describe(search.reasons),
     )

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.lr_search.constants import MAX_LR
+from hdet.lr_search.constants import MAX_LR, NUM_HELD_OUT_PARTS
 from hdet.lr_search.observations import Observation, hit_by_bad_batch, observations_of_round
 from hdet.lr_search.plan import Search
 from hdet.lr_search.reasons import Reason
 from hdet.lr_search.scout import Scout
-from hdet.lr_search.transfer import GradientNorms
+from hdet.lr_search.prior import Prior
 from hdet.lr_search.trigger import SearchTrigger, trigger_to_state
 from hdet.replicas.protocol import HeldOutBatches, Replicas
 from hdet.signals.exchange import CycleReport
@@ -37,8 +37,7 @@ class SearchTrial:
         total_steps: int | None,
         *,
         rates: Sequence[float],
-        kind: str,
-        shared: bool,
+        prior: Prior | None,
         probes: bool = False,
         trigger: SearchTrigger = SearchTrigger.START,
     ) -> None:
@@ -52,8 +51,7 @@ class SearchTrial:
             replicas: The engine.
             total_steps: Steps of the run, or those that are left.
             rates: The learning rate of each group that a factor of 1 stands for.
-            kind: The class name of a replica's optimizer.
-            shared: Whether the run shares gradients after the search.
+            prior: The usual learning rate, in units of those.
             probes: Whether a probe scores the replicas.
             trigger: Why the search started.
         """
@@ -63,14 +61,11 @@ class SearchTrial:
             scout,
             num_replicas=replicas.size,
             total_steps=total_steps,
-            optimizer=kind,
-            shared=shared,
-            brief=scout.restart and trigger.is_check,
+            prior=prior,
         )
         self._weights, self._replicas, self._model = weights, replicas, model
         self._done = 0
         self._loss_trace = LossTrace()
-        self._gradient_norms: GradientNorms | None = None
         self._start_point = StartPoint(optimizer, model, weights)
         self.held_out: HeldOutBatches | None = None
         """The held-out batches that score replicas without a probe; none where losses do."""
@@ -152,11 +147,8 @@ class SearchTrial:
         """Count one step with these losses; return whether the round is over."""
         self._loss_trace.add(losses)
         self._start_point.finalize()  # also if the first step was skipped, as GradScaler does
-        if self._done == 0:  # all replicas still have the same weights
-            norms = self._weights.checks.gradient_norms()
-            self._gradient_norms = None if norms is None else GradientNorms(*norms)
-            if self.held_out is not None:
-                self.held_out.begin_round()
+        if self._done == 0 and self.held_out is not None:
+            self.held_out.begin_round()
         self._done += 1
         return self._done >= self.search.num_steps
 
@@ -166,7 +158,7 @@ class SearchTrial:
     def scores(self, *, alike: bool) -> Tensor:
         """Score every local replica on the held-out batches."""
         assert self.held_out is not None
-        return self.held_out.rows(self.search.num_parts, alike=alike)
+        return self.held_out.rows(NUM_HELD_OUT_PARTS, alike=alike)
 
     def points(self, report: CycleReport) -> list[Observation]:
         """Return what the learning rate of every replica came to in this round."""
@@ -197,7 +189,7 @@ class SearchTrial:
             and math.isfinite(before)
         ):
             points, before = [point.shifted_by(known - before) for point in points], None
-        self.search.record_round(points, self._gradient_norms, before)
+        self.search.record_round(points, before)
 
     def restore(self) -> None:
         """Restore the start; after the last round with `rewind=False`, take the best replica."""
@@ -236,7 +228,7 @@ class SearchTrial:
 
     def _best_replica(self) -> int | None:
         """Return the replica with the best learning rate, if the last round tried it."""
-        seen = self.search.refined_observations or self.search.points
+        seen = self.search.observations.points
         finite = [(p.score, p.factor) for p in seen if p.score is not None]
         best, last = min(finite)[1] if finite else None, self.search.last_factors
         if best in last:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from hdet._validation import check_choice, check_integer, check_range
+from hdet._validation import check_bounds, check_choice, check_integer, check_range
 from hdet.control.assignment import DESIGNS
 from hdet.control.controller import Controller, complete_controller
 from hdet.control.guard import Guard
@@ -42,6 +42,7 @@ class Settings:
     outer: OptimizerFactory | None = None
     overlap: int = 0
     compress: str | None = None
+    lr_bounds: tuple[float, float] | None = None
     design: str | None = None
     """How multipliers are assigned to replicas. None becomes the design of the controller."""
 
@@ -52,6 +53,8 @@ class Settings:
         self._check_exploration()
         self._check_numbers_and_choices()
         self._check_length()
+        if self.lr_bounds is not None:
+            check_bounds("lr_bounds", self.lr_bounds)
 
     def _check_exploration(self) -> None:
         check_choice("design", self.design, DESIGNS)

@@ -1,15 +1,14 @@
-"""Snapshots of a run that it can return to: its start, its last good average, a second start."""
+"""Snapshots of a run that it can return to: its start, and its best average."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hdet.control.guard import Guard, GuardMonitor
-from hdet.control.stall_detector import StallDetector
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.snapshot import Snapshot
 
@@ -158,66 +157,3 @@ class GoodPoint:
     def close(self) -> None:
         """Release what the restore point holds on to."""
         self._point.close()
-
-
-State = dict[str, Any]
-
-
-class SavedRun(NamedTuple):
-    """A point of a run: its weights, and the scheduler's state."""
-
-    point: RestorePoint
-    state: State
-
-
-class SecondStart:
-    """The start of a run in host memory, for a run that stalls and starts again.
-
-    Before it returns to the start, it takes a snapshot of the present. If the learning rate was not
-    the reason for the stall, the run is restored from that.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module | None,
-        weights: ReplicaWeights,
-        state: Callable[[], State],
-    ) -> None:
-        self.stall_detector = StallDetector()
-        self._weights, self._state = weights, state
-        self._start = SavedRun(StartPoint(optimizer, model, weights, offload=True), state())
-        self._last: SavedRun | None = None
-        """The run when it was last restored to its start."""
-        self.skips_next_check = False
-        """Whether the rest of a cycle follows, which is too short to judge."""
-
-    @property
-    def can_return(self) -> bool:
-        """Whether the run can be restored to where it was before its second start."""
-        return self._last is not None
-
-    def restore(self, *, drop_present: bool) -> State:
-        """Restore the first weights; batches are not repeated.
-
-        Args:
-            drop_present: Whether the present is not worth a snapshot.
-
-        Returns:
-            The scheduler's state at the start of the run.
-        """
-        if not drop_present:
-            self._last = SavedRun(RestorePoint(self._weights, offload=True), self._state())
-            self._last.point.take()
-        self._start.point.restore()
-        return self._start.state
-
-    def restore_last(self) -> State:
-        """Restore the run as it was before its second start; return the scheduler's state."""
-        assert self._last is not None
-        self._last.point.restore()
-        return self._last.state
-
-    def close(self) -> None:
-        """Release what the restore point holds on to."""
-        self._start.point.close()

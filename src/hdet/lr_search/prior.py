@@ -1,0 +1,66 @@
+"""Prior: which learning rates are usual for an optimizer, before anything is tried."""
+
+import math
+from typing import NamedTuple
+
+from hdet.lr_search.constants import (
+    ADAM_PRIOR,
+    LION_PRIOR,
+    MUON_PRIOR,
+    PRIOR_ERROR,
+    SGD_MOMENTUM_PRIOR,
+    SGD_PRIOR,
+    SIZE_ERROR,
+    SIZE_POWER,
+    USUAL_SIZE,
+)
+
+
+FAMILIES = {
+    "lion": LION_PRIOR,
+    "muon": MUON_PRIOR,
+    "adafactor": ADAM_PRIOR,
+    "adam": ADAM_PRIOR,
+    "adan": ADAM_PRIOR,
+    "lamb": ADAM_PRIOR,
+}
+"""Part of a class name -> the prior of such optimizers."""
+FREE_OF_LR = ("dadapt", "dog", "prodigy", "mechanic")
+"""Parts of the names of optimizers whose learning rate is a factor on one of their own."""
+
+
+class Prior(NamedTuple):
+    """The usual mean learning rate of a run: its logarithm to base 10, and its error."""
+
+    mean: float
+    error: float
+
+
+def prior_of(optimizer: str, *, momentum: float = 0.0, num_parameters: int = 0) -> Prior | None:
+    """The prior of an optimizer; None if it is not known.
+
+    Larger models want lower learning rates, except with SGD. How much lower is not known well, so
+    the error grows with the size.
+
+    Args:
+        optimizer: The name of its class.
+        momentum: Its momentum.
+        num_parameters: The size of the model; 0 if not known.
+
+    >>> prior_of("AdamW") == prior_of("Adam"), prior_of("MyOwn")
+    (True, None)
+    >>> small, large = (prior_of("AdamW", num_parameters=size) for size in (30_000, 85_000_000))
+    >>> large.mean < small.mean, large.error > small.error
+    (True, True)
+    """
+    name = optimizer.lower()
+    if name in ("sgd", "asgd"):
+        return Prior(SGD_MOMENTUM_PRIOR if momentum else SGD_PRIOR, PRIOR_ERROR)
+    if any(word in name for word in FREE_OF_LR):
+        return None
+    return next((_of_size(m, num_parameters) for word, m in FAMILIES.items() if word in name), None)
+
+
+def _of_size(mean: float, num_parameters: int) -> Prior:
+    decades = max(math.log10(num_parameters / USUAL_SIZE), 0.0) if num_parameters else 0.0
+    return Prior(mean - SIZE_POWER * decades, math.hypot(PRIOR_ERROR, SIZE_ERROR * decades))
