@@ -216,7 +216,7 @@ def temperatures() -> Rows:
     inputs, targets = [], []
     for place, table in enumerate((local_data.sf_temps(), local_data.seattle_temps())):
         hours = torch.tensor(table["date"].dt.hour.to_numpy(), dtype=torch.float32) / 24
-        days = torch.tensor(table["date"].dt.dayofyear.to_numpy(), dtype=torch.float32) / 365
+        days = torch.tensor(table["date"].dt.day_of_year.to_numpy(), dtype=torch.float32) / 365
         angles = 2 * torch.pi * torch.stack([hours, 2 * hours, days, 2 * days], 1)
         city = torch.full((len(hours), 1), 2.0 * place - 1)
         inputs.append(torch.cat([angles.sin(), angles.cos(), city], 1))
