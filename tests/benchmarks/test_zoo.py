@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from benchmarks.zoo.curves import Book, Job, grown
 from benchmarks.zoo.small import data, finetuning
 from benchmarks.zoo.small.catalogue import GIVEN, REPORTING, SETTING, TASKS, drawn_setting
 from benchmarks.zoo.small.curve import best_lr, lr_at, place_of, regret
 from benchmarks.zoo.small.task import SmallTask, factor_at, make_schedule
 from benchmarks.zoo.small.train import train
+from benchmarks.zoo.zoo_curves import Book, Job, grown
 from hdet.replicas.stacked.vmap_compat import safe_attention
 
 

@@ -1,6 +1,6 @@
 """Which learning rate is best for every small task, and what do others cost? -> zoo_curves.json
 
-    HDET_DATA=FOLDER python -m benchmarks.zoo.curves [--only NAME] [--workers 2] [--minutes M]
+    HDET_DATA=FOLDER python -m benchmarks.zoo.zoo_curves [--only NAME] [--workers 2] [--minutes M]
 
 Nine learning rates around the middle of every task, four a decade, with three seeds. A grid grows
 by two while its best lies within two of an end. The tasks of the setting part come first. Every run
@@ -11,7 +11,7 @@ them elsewhere.
 import argparse
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -61,11 +61,7 @@ class Book:
         self.rows.sort(key=lambda row: (order[row["task"]], row["lr"], row["seed"]))
         write_result(
             self.path,
-            headline={
-                "tasks": len({row["task"] for row in self.rows}),
-                "runs": len(self.rows),
-                "seconds_per_run": fmean(row["seconds"] for row in self.rows),
-            },
+            headline=headline(self.rows),
             settings={"step": STEP, "setting": SETTING, "reporting": REPORTING},
             seeds=sorted({row["seed"] for row in self.rows}),
             kept=self.known or None,
@@ -86,6 +82,15 @@ class Book:
             return FIRST_PLACES[::4]
         losses = self._losses(name)
         return grown({(job.place, job.seed): loss for job, loss in losses.items()}, self.seeds)
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How much was trained."""
+    return {
+        "tasks": len({row["task"] for row in rows}),
+        "runs": len(rows),
+        "seconds_per_run": fmean(row["seconds"] for row in rows),
+    }
 
 
 def grown(losses: dict[tuple[int, int], float], seeds: Sequence[int]) -> range:
