@@ -1,0 +1,1 @@
+"""Small training tasks, 3 to 6 seconds a run on one core."""
