@@ -17,9 +17,9 @@ from hdet._version import __version__
 if TYPE_CHECKING:
     from hdet._messages import set_verbosity
     from hdet.checkpoint import load_checkpoint, save_checkpoint
+    from hdet.control.guard import Guard
     from hdet.control.paper import PaperController
     from hdet.control.replica_health import ReplicasLost
-    from hdet.control.guard import Guard
     from hdet.control.tracker import Tracker
     from hdet.knobs.dial import Dial
     from hdet.knobs.model_knobs import attention_temperature, dropout, label_smoothing

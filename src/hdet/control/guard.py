@@ -370,7 +370,8 @@ class GuardMonitor:
         self.consecutive_rollbacks, self._last_bad_loss = state["rollbacks"], state["last_bad"]
         self._was_spared, self._cycles_since_spared = state["spared"]
         self._lowered_by = state["lowered_by"]
-        self._probation, self._has_had_probation = list(state["probation"][0]), state["probation"][1]
+        probation, self._has_had_probation = state["probation"]
+        self._probation = list(probation)
 
 
 def state_of_spike_guard(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,9 +95,7 @@ class Search:
         """Steps of the rounds that are left of this sweep."""
         return (self._grid.num_rounds - self._round) * self.num_steps
 
-    def record_round(
-        self, points: Sequence[Observation], start_score: float | None = None
-    ) -> None:
+    def record_round(self, points: Sequence[Observation], start_score: float | None = None) -> None:
         """Record a complete round and plan the next one.
 
         Args:

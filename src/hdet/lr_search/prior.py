@@ -15,7 +15,6 @@ from hdet.lr_search.constants import (
     USUAL_SIZE,
 )
 
-
 FAMILIES = {
     "lion": LION_PRIOR,
     "muon": MUON_PRIOR,

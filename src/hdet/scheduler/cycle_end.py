@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
 from hdet.control.guard import RELIEF
+from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
 from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent
 from hdet.records.knob_entries import MovedKnob, knob_entries
 from hdet.records.writer import Timers

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hdet._messages import Warn
 from hdet._validation import number_of
 from hdet.control.controller import Controller
-from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.control.guard import Guard
+from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.lr_search.scout import Scout
 from hdet.records.events import (
     NoteEvent,

@@ -10,9 +10,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet._messages import Warn
 from hdet._validation import check_flag, check_positive
+from hdet.control.guard import Guard
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.control.paper import PaperController
-from hdet.control.guard import Guard
 from hdet.knobs.specs import LearningRate, flatten_knobs
 from hdet.lr_search.scout import Scout
 from hdet.records.sinks import Record

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 from hdet._messages import Warn, warn
 from hdet._validation import check_choice, check_integer
 from hdet.control.controller import Controller
-from hdet.control.paper import PaperController
 from hdet.control.guard import Guard
+from hdet.control.paper import PaperController
 from hdet.control.tracker import Tracker
 from hdet.knobs.specs import LearningRate
 from hdet.lr_search.scout import Scout

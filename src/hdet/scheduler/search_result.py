@@ -39,15 +39,20 @@ def shares_of_rest(run: Run) -> ScheduleShares | None:
 def prior_of_run(run: Run, rates: Sequence[float]) -> Prior | None:
     """Return the usual mean learning rate of the run's optimizer, in units of the given rates.
 
-    With several groups, that of the group with the most parameters counts.
+    With several groups, that of the group with the most parameters counts. An optimizer that runs
+    Muon on some groups only is known by those.
     """
     optimizer = run.optimizers[0]
     groups = optimizer.param_groups
     sizes = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in groups]
-    pairs = [(size, place) for place, size in enumerate(sizes) if rates[place] > 0]
+    pairs = [
+        (bool(group.get("use_muon", False)), size, place)
+        for place, (group, size) in enumerate(zip(groups, sizes, strict=True))
+        if rates[place] > 0
+    ]
     if not pairs:
         return None
-    place = max(pairs)[1]
+    place = max(pairs)[2]
     momentum = float(groups[place].get("momentum", 0.0) or 0.0)
     known = prior_of(type(optimizer).__name__, momentum=momentum, num_parameters=sum(sizes))
     return None if known is None else known._replace(mean=known.mean - math.log10(rates[place]))

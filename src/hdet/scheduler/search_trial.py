@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from hdet.lr_search.constants import MAX_LR, NUM_HELD_OUT_PARTS
 from hdet.lr_search.observations import Observation, hit_by_bad_batch, observations_of_round
 from hdet.lr_search.plan import Search
+from hdet.lr_search.prior import Prior
 from hdet.lr_search.reasons import Reason
 from hdet.lr_search.scout import Scout
-from hdet.lr_search.prior import Prior
 from hdet.lr_search.trigger import SearchTrigger, trigger_to_state
 from hdet.replicas.protocol import HeldOutBatches, Replicas
 from hdet.signals.exchange import CycleReport

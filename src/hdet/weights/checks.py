@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from hdet.replicas.protocol import Replicas
-from hdet.tensors.buckets import wire_dtype
-from hdet.tensors.dtensor import local
 from hdet.tensors.hashing import fingerprint, fingerprints
-from hdet.tensors.ops import copies
-from hdet.weights.inventory import ALL_KINDS, ReplicaTensors, TensorKind, refresh_all
+from hdet.weights.inventory import ALL_KINDS, ReplicaTensors, TensorKind
 from hdet.weights.perturb import PERTURBED
 
 TensorDescription = tuple[tuple[int, ...], str, tuple[int, ...], int | None]
@@ -60,28 +57,6 @@ class WeightChecks:
             return torch.stack([fingerprint(row)[None] for row in found])
         return found
 
-    @torch.no_grad()
-    def gradient_norms(self) -> tuple[float, float] | None:
-        """The mean squared norm of the replicas' gradients, and the squared norm of their mean.
-
-        All processes must call this together.
-
-        Returns:
-            The two numbers; None if a replica has no gradients, or some that are not finite.
-        """
-        refresh_all(self._local)
-        rows = [_gradients(tensors.optimized()) for tensors in self._local]
-        everyone = self._replicas.gather(self._squared_norms(rows))
-        if not bool((everyone.isfinite() & (everyone > 0)).all()):
-            return None
-        self._replicas.average_(rows, range(self._replicas.size), once=True)
-        return float(everyone.mean()), float(self._squared_norms(rows[:1])[0])
-
-    def _squared_norms(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The squared norm of each row, over all processes of a replica."""
-        own = torch.stack([_squared_norm(row)[None] for row in rows])
-        return self._replicas.gather_parts(own).sum(1)
-
     def describe(self) -> dict[str, TensorDescription]:
         """Name -> what must be equal on all replicas before the first step.
 
@@ -126,23 +101,3 @@ class WeightChecks:
                         "model, load them with its load_state_dict, or perturb them on purpose "
                         "with hdet.perturb_(model, replicas=...)."
                     )
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the gradients, in float32 at least; zeros where there is none."""
-    own = [
-        torch.zeros_like(local(p)) if p.grad is None else local(p.grad).to_dense().detach()
-        for p in parameters
-    ]
-    return copies(own, [wire_dtype(gradient.dtype) for gradient in own])
-
-
-def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The squared norm of all tensors together."""
-    if not tensors:
-        return torch.zeros(())
-    device = tensors[0].device
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    norms = torch._foreach_norm(real, 2, dtype=exact)  # a few launches for all
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()

@@ -116,7 +116,7 @@ class StartPoint(RestorePoint):
 
 
 class GoodPoint:
-    """What a guard rolls back to: first the start of the run, then the average of its best cycle."""
+    """What a guard rolls back to: the start of the run, then the average of its best cycle."""
 
     def __init__(
         self,

@@ -165,7 +165,11 @@ def copy_for_module(one: Optimizer, names: Mapping[Tensor, str], module: nn.Modu
                 f"of shape {tuple(parameter.shape)} that is not the model's."
             )
         memo[id(parameter)] = module.get_parameter(names[parameter])
-    return copy.deepcopy(one, memo)
+    copied = copy.deepcopy(one, memo)
+    # torch copies groups and state alone; an optimizer may keep settings of its own beside them.
+    for name in vars(one).keys() - vars(copied).keys():
+        setattr(copied, name, copy.deepcopy(getattr(one, name), memo))
+    return copied
 
 
 def _is_on(value: Any) -> Any:
