@@ -16,7 +16,7 @@ MAX_SWEEPS = 4
 """Sweeps of a search, at most: a shifted one tries the range beside the last one."""
 SWEEP_STEPS = 8
 """Steps of a round, at most. Rounds of 6, 12 and 24 steps decide equally well (zoo_fit.json)."""
-MIN_ROUND_STEPS = 4
+MIN_ROUND_STEPS = 3
 """Steps of a round, at least: shorter ones show nothing."""
 SWEEPS_PER_BUDGET = 2
 """A sweep takes at most half of the budget if rounds stay long enough: another may follow."""

@@ -87,15 +87,6 @@ DEFAULT_SCOUT_RULES = (
         applies=lambda setup: setup.is_elastic,
         message=lambda _: "TorchftReplicas does not support a scout",
     ),
-    Rule(
-        name="default-scout-one-replica",
-        limit="A run with one replica starts without a scout.",
-        remedy="Use `hdet.StackedReplicas` to train several replicas on one device.",
-        applies=lambda setup: setup.num_replicas == 1,
-        message=lambda _: (
-            "it needs several replicas, got one. Use hdet.StackedReplicas on one device"
-        ),
-    ),
     *SCOUT_RULES,
     Rule(
         name="default-scout-fsdp",

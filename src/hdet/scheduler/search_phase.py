@@ -50,13 +50,6 @@ class SearchPhase:
             self._end_trial(run.progress.trial)
         if scout is None or run.model is None or (run.progress.step > 0 and saved is None):
             return
-        if run.replicas.size == 1:
-            run.log.warn_once(
-                "scout",
-                "scout disabled: it needs several replicas, got one. The given learning rate is "
-                "kept.",
-            )
-            return
         total = run.settings.total_steps if late is None else late["total_steps"]
         try:
             check_room(scout, num_replicas=run.replicas.size, total_steps=total)
@@ -89,8 +82,6 @@ class SearchPhase:
                 "`scout_again()` was called while the scout is running. Wait until "
                 "`scheduler.is_scouting` is False"
             )
-        elif run.replicas.size == 1:
-            problem = "`scout_again()` needs several replicas, got one"
         if problem is not None or run.model is None:
             raise RuntimeError(f"{problem}.")
         total = run.settings.total_steps
