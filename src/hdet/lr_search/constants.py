@@ -59,8 +59,8 @@ UNKNOWN_ERROR = 3.0
 
 NEARLY_BEST_SHARE = 0.3
 """Gains that differ by this share of the highest are about equal. Fitted."""
-BEST_OVER_PEAK = 0.15
-"""The best mean learning rate lies so far above the peak of the gains, in the mean. Fitted."""
+BEST_UNDER_PEAK = 0.25
+"""The best mean learning rate lies so far below the peak of the gains. Fitted."""
 GAIN_ERROR = 0.25
 """The error of that. Fitted."""
 FULL_GAIN_SHARE, LOW_GAIN_ERROR = 0.15, 0.2

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hdet.lr_search.constants import (
-    BEST_OVER_PEAK,
+    BEST_UNDER_PEAK,
     DIVERGED_SHARE,
     DIVERGENCE_ERROR,
     DIVERGENCE_OVER_BEST,
@@ -84,7 +84,7 @@ def belief_of_gains(points: Sequence[Observation], start: float) -> Belief | Non
     if peak is None:
         return None
     low = LOW_GAIN_ERROR * (FULL_GAIN_SHARE / max(peak.share, 1e-9)) ** 2
-    return Belief(peak.log_lr + BEST_OVER_PEAK, math.hypot(GAIN_ERROR, low))
+    return Belief(peak.log_lr - BEST_UNDER_PEAK, math.hypot(GAIN_ERROR, low))
 
 
 def divergence_of(points: Sequence[Observation], start: float) -> float | None:
