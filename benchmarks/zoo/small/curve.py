@@ -51,6 +51,12 @@ def curves(path: Path = PATH) -> dict[str, dict[float, float]]:
     return mean_losses(json.loads(path.read_text())["rows"])
 
 
+@cache
+def curve_rows(task: str, path: Path = PATH) -> list[dict[str, Any]]:
+    """The runs of a task in the result file."""
+    return [row for row in json.loads(path.read_text())["rows"] if row["task"] == task]
+
+
 def best_lr(task: str, path: Path = PATH) -> float:
     """The learning rate with the lowest mean loss."""
     curve = curves(path)[task]
