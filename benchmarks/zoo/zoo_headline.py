@@ -49,7 +49,8 @@ def regrets(row: Row) -> tuple[float, float]:
 
 def reference(task: str, seed: int) -> tuple[float, float]:
     """The loss of a plain run at the best learning rate, and the loss before the first step."""
-    losses, outsets = defaultdict(dict), []
+    losses: dict[float, dict[int, float]] = defaultdict(dict)
+    outsets = []
     for row in curve_rows(task):
         losses[row["lr"]][row["seed"]] = finite(row["loss"])
         outsets.append(row["outset"])
@@ -61,7 +62,7 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
     """The headline of the file, as far as its rows go."""
     found: dict[str, Any] = {"constants_fitted": len(FITTED)}
     assert all(hasattr(constants, name) for name in FITTED)
-    of = defaultdict(list)
+    of: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         of[row["method"]].append(row)
     found |= _of_hdet(of[HDET])
