@@ -23,6 +23,7 @@ from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple
 
 import torch
+from hdet.lr_search.response import divergence_threshold
 from torch import Tensor
 
 import hdet
@@ -37,7 +38,6 @@ from benchmarks.zoo.entries import GPT_SIZE, TINY
 from benchmarks.zoo.models import Size
 from benchmarks.zoo.tasks import Plan
 from hdet.lr_search.observations import Observation
-from hdet.lr_search.response import divergence_threshold
 
 ROUNDS = (6, 12)
 SEEDS, GRID_SEEDS = (0, 1, 2), (100, 101)

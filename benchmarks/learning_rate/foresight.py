@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from hdet.lr_search.response import judge_sweep
+from hdet.lr_search.transfer import peak_over_mean
+
 from benchmarks.learning_rate.methods.bench import N
 from benchmarks.learning_rate.methods.schedules import shape
 from benchmarks.learning_rate.regret import HDET, by, curve_of, loss_at, percent, quantile
@@ -23,9 +26,7 @@ from benchmarks.zoo.entries import ENTRIES
 from hdet.lr_search.budget import sweep_steps
 from hdet.lr_search.estimator import SearchContext, estimate
 from hdet.lr_search.observations import Observation, Observations
-from hdet.lr_search.response import judge_sweep
 from hdet.lr_search.scout import Scout
-from hdet.lr_search.transfer import peak_over_mean
 
 
 class Foreseen(NamedTuple):

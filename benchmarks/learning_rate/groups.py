@@ -23,6 +23,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
+from hdet.lr_search.response import divergence_threshold
 
 from benchmarks.learning_rate.methods.bench import Bench, N
 from benchmarks.learning_rate.methods.rows import train_rows
@@ -32,7 +33,6 @@ from benchmarks.learning_rate.regret import best_of_grid, by
 from benchmarks.result_file import RESULTS, write_result
 from benchmarks.zoo.entries import ENTRIES
 from hdet.lr_search.observations import Observation
-from hdet.lr_search.response import divergence_threshold
 
 FACTOR = 4.0
 TRUTH_SEEDS, ROUND_SEEDS, BLAST_SEEDS = range(3), range(12), range(3)

@@ -23,6 +23,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
+from hdet.lr_search.transfer import peak_over_mean
 from torch import Tensor
 
 import hdet
@@ -37,7 +38,6 @@ from benchmarks.learning_rate.rules import Rule
 from benchmarks.result_file import RESULTS, write_result
 from benchmarks.zoo.entries import ENTRIES
 from hdet.lr_search.plan import Search
-from hdet.lr_search.transfer import peak_over_mean
 
 SEEDS, STARTS = range(6), (1.0, 0.1)
 SETTINGS = {"starts": STARTS, "fewer_steps_pct": 100 * hdet.Scout().share}

@@ -3,12 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import hdet
-from benchmarks.learning_rate.methods.bench import Bench, Ended, Run
-from benchmarks.learning_rate.methods.guards import Means, RowGuards
-from benchmarks.learning_rate.methods.rows import train_rows
-from benchmarks.learning_rate.methods.schedules import RowPlan, RowSchedules
-from benchmarks.learning_rate.methods.search import Signal, plan_by_search, start_of
 from hdet.control.stall_detector import (
     MAX_CYCLE,
     MAX_SHARE_OF_RUN,
@@ -16,6 +10,13 @@ from hdet.control.stall_detector import (
     is_far_off,
     is_too_late_to_restart,
 )
+
+import hdet
+from benchmarks.learning_rate.methods.bench import Bench, Ended, Run
+from benchmarks.learning_rate.methods.guards import Means, RowGuards
+from benchmarks.learning_rate.methods.rows import train_rows
+from benchmarks.learning_rate.methods.schedules import RowPlan, RowSchedules
+from benchmarks.learning_rate.methods.search import Signal, plan_by_search, start_of
 from hdet.lr_search.reasons import Reason, describe
 
 

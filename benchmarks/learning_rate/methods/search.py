@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from hdet.lr_search.transfer import GradientNorms, peak_over_mean
 from torch import Tensor
 
 import hdet
@@ -17,7 +18,6 @@ from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import observations_of_round
 from hdet.lr_search.plan import Search
-from hdet.lr_search.transfer import GradientNorms, peak_over_mean
 
 Look = Callable[[Sequence[Run], Fleet, Rule], None]
 """At the replicas of some runs when a round is over, N rows for each."""

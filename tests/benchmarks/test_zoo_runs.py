@@ -1,0 +1,86 @@
+"""The zoo benchmark: runs as a user writes them, peers, regrets, and the fit of constants."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.zoo import peers, zoo, zoo_fit
+from benchmarks.zoo.runs import run_alone, run_stacked
+from benchmarks.zoo.small.catalogue import TASKS
+from benchmarks.zoo.small.curve import best_lr, curve_rows
+from benchmarks.zoo.usual_lr import mean_share, usual_lr
+from benchmarks.zoo.zoo_headline import headline, reference, regrets
+from hdet.lr_search import constants, evidence
+
+DIGITS = "diffusion_digits_adamw"
+"""A task whose data comes with scikit-learn."""
+
+
+def test_stacked_run_from_any_start_ends_alike() -> None:
+    """The learning rate that was given does not matter where the optimizer is known."""
+    task = replace(TASKS[DIGITS], steps=600)
+    low, high = (run_stacked(task, 6e-3 * start, 0, 8) for start in (1e-3, 1e3))
+    assert low.scout_steps == high.scout_steps > 0
+    assert low.peak == pytest.approx(high.peak, rel=1e-9)
+    assert low.loss == pytest.approx(high.loss, rel=0.02)
+    assert low.loss < low.outset / 2
+
+
+def test_run_without_a_scout_keeps_its_learning_rate() -> None:
+    task = replace(TASKS[DIGITS], steps=60)
+    outcome = run_alone(task, 1e-3, 0, scout=None)
+    assert (outcome.peak, outcome.scout_steps, outcome.rollbacks) == (1e-3, 0, 0)
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_peer_trains(name: str) -> None:
+    task = replace(TASKS["mlp_digits_adam"], steps=60)
+    outcome = peers.PEERS[name](task, 0)
+    assert outcome.loss < outcome.outset
+
+
+def test_usual_learning_rate_is_the_prior_for_the_mean_of_the_schedule() -> None:
+    task = TASKS[DIGITS]
+    assert 0 < mean_share(task) <= 1
+    assert usual_lr(task) * mean_share(task) == pytest.approx(10**-2.15, rel=1e-6)
+
+
+def test_regret_is_measured_against_the_run_with_the_same_seed_at_the_best() -> None:
+    best = best_lr(DIGITS)
+    (own,) = (row for row in curve_rows(DIGITS) if (row["lr"], row["seed"]) == (best, 0))
+    loss, outset = reference(DIGITS, 0)
+    assert loss == own["loss"]
+    row = {"task": DIGITS, "seed": 0, "loss": 1.1 * loss}
+    pct, share = regrets(row)
+    assert pct == pytest.approx(10.0)
+    assert share == pytest.approx(10 * loss / (outset - loss))
+    assert regrets({**row, "loss": None}) == (math.inf, math.inf)
+
+
+def test_headline_counts_lost_runs_and_alarms() -> None:
+    loss, outset = reference(DIGITS, 0)
+    shared = {"task": DIGITS, "seed": 0, "method": "hdet, 8 replicas", "steps": 100}
+    shared |= {"scout_steps": 2, "chosen": 0.5, "rollbacks": 0}
+    rows = [
+        {**shared, "start": 1.0, "loss": loss},
+        {**shared, "start": 3.0, "loss": (loss + outset) / 2, "rollbacks": 1},
+    ]
+    found = headline(rows)
+    assert (found["runs"], found["lost"], found["tasks_reported"]) == (2, 1, 1)
+    assert found["harm_at_best_pct"] == 0.0
+    assert found["scout_steps_pct"] == 2.0
+    assert found["false_alarms_per_1000_runs"] == 500.0
+
+
+def test_jobs_cover_every_method_start_and_seed_once() -> None:
+    jobs = zoo.jobs_of([DIGITS], list(zoo.METHODS))
+    assert len(jobs) == len(set(jobs))
+    assert sum(job.method == "hdet, 8 replicas" for job in jobs) == 27
+
+
+def test_changed_constants_are_put_back() -> None:
+    assert vars(evidence)["GAIN_ERROR"] == constants.GAIN_ERROR
+    with zoo_fit.changed({"GAIN_ERROR": 9.0}):
+        assert vars(evidence)["GAIN_ERROR"] == 9.0
+    assert vars(evidence)["GAIN_ERROR"] == constants.GAIN_ERROR
