@@ -3,6 +3,7 @@
 import logging
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ class Events:
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
 
-    def write(self, line: dict[str, Any]) -> None:
-        self.lines.append(dict(line))
+    def write(self, event: Mapping[str, Any]) -> None:
+        self.lines.append(dict(event))
 
     def flush(self) -> None:
         """Nothing waits."""
