@@ -7,10 +7,9 @@
 A scout sees a few steps. What gains most in them is often far below what ends best; where scores
 explode is seen in them just as well. For variants of the language model and of its fine-tuning
 (size, batch, length, optimizer) a grid of learning rates is trained to the end, and rounds of 6
-and of 12 steps are made with an eighth of the batch over eight decades. The numbers by which
-`hdet.lr_search.transfer.lr_floor` divides come from here; no other task of the settling benchmark
-has a part. The file also has what a scout finds there, with a probe and by losses, from three
-starts, and what that costs by the curve of the grid.
+and of 12 steps are made with an eighth of the batch over eight decades. The file also has what a
+scout finds there, with a probe and by losses, from three starts, and what that costs by the curve
+of the grid.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from torch import Tensor
 import hdet
 from benchmarks.learning_rate.methods.bench import Bench, N, Run, split
 from benchmarks.learning_rate.methods.schedules import shape
-from benchmarks.learning_rate.methods.search import Signal, agreed, search_lrs, start_of
+from benchmarks.learning_rate.methods.search import Signal, search_lrs, start_of
 from benchmarks.learning_rate.methods.single import plain
 from benchmarks.learning_rate.regret import loss_at, percent
 from benchmarks.result_file import RESULTS, made_with, word_of, write_result
@@ -37,6 +36,7 @@ from benchmarks.zoo import tasks
 from benchmarks.zoo.entries import GPT_SIZE, TINY
 from benchmarks.zoo.models import Size
 from benchmarks.zoo.tasks import Plan
+from hdet.lr_search.evidence import divergence_of
 from hdet.lr_search.observations import Observation
 
 ROUNDS = (6, 12)
@@ -110,8 +110,6 @@ def rounds_of(bench: Bench, seed: int) -> dict[str, Any]:
     passed: list[Tensor] = []
     for now in range(max(ROUNDS)):
         fleet.losses(*split(batch(step + now), N))
-        if now == 0:
-            results["noise"] = fmean(a.noise(N) for a in agreed(fleet.gradients, N))
         rule.step(speeds, momenta)
         passed.append(fleet.weights.clone())
         if now + 1 in ROUNDS:
@@ -168,10 +166,7 @@ def explodes_at(results: Mapping[str, Any], num_steps: int) -> float | None:
         None if s is None or not math.isfinite(s) else s for s in results[f"after {num_steps}"]
     ]
     points = [Observation(lr, score) for lr, score in zip(results["lrs"], scores, strict=True)]
-    known = [score for score in scores if score is not None]
-    return divergence_threshold(
-        points, results["outset"], results["outset"] - min(known, default=math.inf)
-    )
+    return divergence_of(points, results["outset"])
 
 
 def distance(case: Mapping[str, Any], num_steps: int) -> float:
@@ -219,14 +214,13 @@ def headline(cases: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(cases: Mapping[str, Any]) -> str:
     lines = [
-        "| | best learning rate | noise | explodes after 6 steps at | after 12 | a scout finds, "
+        "| | best learning rate | explodes after 6 steps at | after 12 | a scout finds, "
         "with a probe | that costs, % (worst) | by losses | that costs, % (worst) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, case in cases.items():
         six, twelve = (distance(case, num) for num in ROUNDS)
-        noise = fmean(results["noise"] for results in case["rounds"])
-        cells = [f"{best_of(case['grid']):.2g}", f"{noise:.2g}", f"x {six:.2g}", f"x {twelve:.2g}"]
+        cells = [f"{best_of(case['grid']):.2g}", f"x {six:.2g}", f"x {twelve:.2g}"]
         for signal in SIGNALS:
             found = found_in(case, signal)
             cells += [f"x {found.ratio:.2g}", f"{percent(found.regret)} ({percent(found.worst)})"]

@@ -32,6 +32,7 @@ from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.learning_rate.regret import best_of_grid, by
 from benchmarks.result_file import RESULTS, write_result
 from benchmarks.zoo.entries import ENTRIES
+from hdet.lr_search.evidence import divergence_of
 from hdet.lr_search.observations import Observation
 
 FACTOR = 4.0
@@ -120,8 +121,7 @@ def explosions(bench: Bench, best: float, group: int | None) -> list[float | Non
             Observation(factor, score if math.isfinite(score) else None)
             for factor, score in zip(LADDER, row, strict=True)
         ]
-        gain = before - min(point.score for point in points if point.score is not None)
-        found.append(divergence_threshold(points, before, gain))
+        found.append(divergence_of(points, before))
     return found
 
 

@@ -30,8 +30,8 @@ import hdet
 from benchmarks.learning_rate.fleet import Fleet
 from benchmarks.learning_rate.methods.bench import Bench, N, Run
 from benchmarks.learning_rate.methods.rows import train_rows
-from benchmarks.learning_rate.methods.schedules import RowPlan, places, shape
-from benchmarks.learning_rate.methods.search import search_lrs
+from benchmarks.learning_rate.methods.schedules import RowPlan, places
+from benchmarks.learning_rate.methods.search import search_lrs, start_of
 from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.learning_rate.regret import best_of_grid, by
 from benchmarks.learning_rate.rules import Rule
@@ -85,7 +85,7 @@ def tensors_of(fleet: Fleet, rule: Rule) -> list[Tensor]:
 
 def gained(search: Search) -> dict[int, float]:
     """Return the gain of each replica whose score after the last round is below the start."""
-    seen = {point.factor: point.score for point in [*search.points, *search.refined_observations]}
+    seen = {point.factor: point.score for point in search.observations.points}
     assert search.start_score is not None
     gains = {
         replica: search.start_score - score
@@ -98,9 +98,10 @@ def gained(search: Search) -> dict[int, float]:
 def chosen_by(search: Search, gains: dict[int, float]) -> list[int]:
     """Return the replica with the highest learning rate that does not exceed the scout's choice.
 
-    If all exceed it, return the highest.
+    That is a mean learning rate of the run, like those of the rounds. If all exceed it, return the
+    highest.
     """
-    below = [r for r in gains if search.last_factors[r] <= 1.01 * (search.found or 0.0)]
+    below = [r for r in gains if search.last_factors[r] <= search.estimate().factor]
     return [max(below or gains)]
 
 
@@ -136,10 +137,9 @@ def compared(bench: Bench, best: float) -> dict[str, list[float]]:
 
     runs = [Run(best * start, seed) for start in STARTS for seed in SEEDS]
     searches = search_lrs(bench, runs, by="probe", scout=hdet.Scout(), look=look)
-    lrs = shape("one cycle", steps, True).lrs
     after_search = []
     for run, search in zip(runs, searches, strict=True):
-        lr = run.lr * search.estimate(peak=peak_over_mean(sum(lrs) / steps)).factor
+        lr = run.lr * start_of(bench, search).factor
         after_search.append(RowPlan(run.seed, (lr,) * groups, search.used))
     for how, choose in GOING_ON.items():
         starts = [

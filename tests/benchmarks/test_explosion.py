@@ -28,16 +28,19 @@ def test_best_lr_is_interpolated_between_grid_points() -> None:
 
 
 def test_distance_recovers_a_known_divergence_threshold() -> None:
-    assert explosion.distance(case(40.0), 6) == pytest.approx(40.0, rel=1e-3)
+    """Within half of the step between two learning rates of a round."""
+    assert abs(math.log10(explosion.distance(case(40.0), 6) / 40.0)) <= 1 / 6
 
 
 def test_explosion_headline_has_plain_numbers() -> None:
     cases = {"a": case(40.0), "b": case(20.0), "c": {**case(5.0), "optimizer": "SGD"}}
     head = explosion.headline(cases)
     assert head["variants"] == 3
-    assert head["adamw_6_steps_farthest"] == pytest.approx(2 * head["adamw_6_steps_nearest"], 1e-3)
+    assert head["adamw_6_steps_farthest"] == pytest.approx(
+        10 ** (1 / 3) * head["adamw_6_steps_nearest"], 1e-3
+    )
     assert all(isinstance(value, (int, float)) for value in head.values())
-    assert "| a | 0.003 | 1 |" in explosion.table(cases)
+    assert "| a | 0.003 |" in explosion.table(cases)
     assert "| x 2 |" in explosion.table(cases)
 
 

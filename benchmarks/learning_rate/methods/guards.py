@@ -8,10 +8,11 @@ from torch import Tensor
 
 import hdet
 from benchmarks.learning_rate.fleet import Fleet
-from benchmarks.learning_rate.methods.bench import Bench
-from benchmarks.learning_rate.methods.schedules import RowPlan
+from benchmarks.learning_rate.methods.bench import Bench, N, split
+from benchmarks.learning_rate.methods.schedules import RowPlan, RowSchedules
 from benchmarks.learning_rate.rules import Rule
 from hdet.control.guard import GuardMonitor
+from hdet.weights.gradient_watch import VANISHED_RATIO
 
 
 class Means:
@@ -41,19 +42,30 @@ class Means:
 
 
 class RowGuards:
-    """A guard for every row: hdet's own watch, and the weights it goes back to."""
+    """A guard for every row: hdet's own monitor, and the best weights, which it goes back to."""
 
     def __init__(self, guard: hdet.Guard) -> None:
         self._guard = guard
         self.stopped: set[int] = set()
         self.returns: list[int] = []
 
-    def start(self, bench: Bench, fleet: Fleet, rule: Rule, plans: Sequence[RowPlan]) -> None:
+    def start(
+        self,
+        bench: Bench,
+        fleet: Fleet,
+        rule: Rule,
+        plans: Sequence[RowPlan],
+        schedules: RowSchedules,
+    ) -> None:
         self._steps, self._sync_every = bench.plan.steps, bench.sync_every
-        self._fleet, self._rule, self._legs = fleet, rule, plans
-        self._watches = [GuardMonitor(self._guard) for _ in plans]
+        self._fleet, self._rule, self._legs, self._schedules = fleet, rule, plans, schedules
+        self._monitors = [GuardMonitor(self._guard) for _ in plans]
         self._means = Means(len(plans), fleet.device)
         self._first: list[float] | None = None
+        self._first_errors = _errors_of_first(bench, fleet, plans)
+        self._first_norms = torch.zeros(0)
+        self._highest = [0.0] * len(plans)
+        """The highest learning rate of each row in its cycle, in units of its peak."""
         self.scales = torch.ones(len(plans), 1, dtype=fleet.weights.dtype, device=fleet.device)
         self.returns = [0] * len(plans)
         self._kept = [tensor.clone() for tensor in self._tensors()]
@@ -61,38 +73,64 @@ class RowGuards:
     def _tensors(self) -> list[Tensor]:
         return [self._fleet.weights, *self._rule.states(), *self._fleet.buffers.values()]
 
+    def _norms(self) -> Tensor:
+        """The norm of each tensor's gradient in every row, [R, tensors]."""
+        blocks = self._fleet.layout.blocks
+        return torch.stack([self._fleet.gradients[:, block].norm(dim=1) for block in blocks], 1)
+
     def see(self, now: int, losses: Tensor) -> None:
         if self._first is None:
-            self._first = losses.tolist()
+            self._first, self._first_norms = losses.tolist(), self._norms()
         self._means.add(losses)
         steps = [plan.begin + now + 1 for plan in self._legs]
-        ends = [
-            row
-            for row, step in enumerate(steps)
-            if (step % self._sync_every == 0 or step == self._steps) and step <= self._steps
-            if row not in self.stopped
-        ]
+        active = [r for r, step in enumerate(steps) if step <= self._steps]
+        active = [r for r in active if r not in self.stopped]
+        for row in active:
+            lr = self._schedules.share(row, now) * float(self.scales[row])
+            self._highest[row] = max(self._highest[row], lr)
+        ends = [r for r in active if steps[r] % self._sync_every == 0 or steps[r] == self._steps]
         if not ends:
             return
         finite = self._fleet.weights.isfinite().all(1).tolist()
+        known = self._first_norms > 0
+        vanished = ((self._norms() < VANISHED_RATIO * self._first_norms) & known).double().mean(1)
         for row, (loss, error) in zip(ends, self._means.end(ends), strict=True):
-            self._judge(row, loss, error, finite[row])
+            self._monitors[row].set_first_loss(self._first[row], self._first_errors[row])
+            self._judge(row, now, loss if finite[row] else math.nan, error, float(vanished[row]))
+            self._highest[row] = 0.0
 
-    def _judge(self, row: int, loss: float, error: float | None, finite: bool) -> None:
-        watch = self._watches[row]
-        assert self._first is not None
-        watch.set_first_loss(self._first[row])
-        sound = finite and math.isfinite(loss)
-        reason = watch.check_cycle(loss, error) if sound else watch.record_failure("not finite")
+    def _judge(self, row: int, now: int, loss: float, error: float | None, vanished: float) -> None:
+        monitor, lr = self._monitors[row], self._highest[row]
+        if math.isfinite(loss):
+            reason = monitor.check_cycle(loss, error, lr=lr, vanished=vanished)
+        else:
+            reason = monitor.record_failure("not finite", lr=lr)
         if reason is None:
-            self.scales[row] *= watch.scale_correction
-            for kept, tensor in zip(self._kept, self._tensors(), strict=True):
-                kept[row] = tensor[row]
+            self.scales[row] *= monitor.scale_correction
+            if monitor.is_best:
+                for kept, tensor in zip(self._kept, self._tensors(), strict=True):
+                    kept[row] = tensor[row]
             return
         self.returns[row] += 1
         for kept, tensor in zip(self._kept, self._tensors(), strict=True):
             tensor[row] = kept[row]
-        if watch.is_out_of_retries:
+        if monitor.is_out_of_retries:
             self.stopped.add(row)
             self.scales[row] = 0.0
-        self.scales[row] *= watch.scale_factor()
+        ahead = self._schedules.highest_after(row, now) * float(self.scales[row])
+        self.scales[row] *= monitor.scale_factor(lr, ahead)
+
+
+def _errors_of_first(bench: Bench, fleet: Fleet, plans: Sequence[RowPlan]) -> list[float]:
+    """The error of the first loss of every row, by how its replicas would differ."""
+    batch = bench.task.batches([plan.seed for plan in plans])
+    steps = torch.tensor([plan.begin for plan in plans], device=fleet.device)
+    parts = [part.unflatten(0, (-1, N)) for part in split(batch(steps), N)]
+    losses = torch.stack(
+        [
+            fleet.evaluate(bench.task.loss, batch=[p[:, place] for p in parts], training=True)
+            for place in range(N)
+        ]
+    )
+    errors: list[float] = (losses.double().std(0) / math.sqrt(N)).tolist()
+    return errors

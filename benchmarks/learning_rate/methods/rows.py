@@ -69,7 +69,7 @@ def train_rows(
     batch = bench.task.batches([plan.seed for plan in plans])
     average = Average(fleet, bench.plan.steps)
     if watch is not None:
-        watch.start(bench, fleet, mover, plans)
+        watch.start(bench, fleet, mover, plans, schedules)
     for now in range(bench.plan.steps):
         fleet.hold(schedules.finished[now])
         losses = fleet.losses(*batch(schedules.steps[now]))

@@ -96,8 +96,10 @@ class RowSchedules:
         wave = shape(name, steps, rule.cycles_momentum)
         lrs = torch.zeros(steps, len(plans), len(plans[0].peaks), dtype=torch.float64)
         momenta = torch.full((steps, len(plans), 1), wave.momenta[-1], dtype=torch.float64)
+        self._wave = wave.lrs
+        self._places = [plan.places or places(steps, plan.begin) for plan in plans]
         for row, plan in enumerate(plans):
-            at = torch.tensor(plan.places or places(steps, plan.begin))
+            at = torch.tensor(self._places[row])
             peaks = torch.tensor(plan.peaks, dtype=torch.float64)
             lrs[: len(at), row] = torch.tensor(wave.lrs, dtype=torch.float64)[at, None] * peaks
             momenta[: len(at), row, 0] = torch.tensor(wave.momenta, dtype=torch.float64)[at]
@@ -108,3 +110,12 @@ class RowSchedules:
         self.active = (steps_of < steps).to(like.device)
         self.finished = [(row >= steps).nonzero().flatten().tolist() for row in steps_of]
         """The rows that have made all their steps."""
+
+    def share(self, row: int, now: int) -> float:
+        """The learning rate of a row at one of its steps, in units of its peak."""
+        return self._wave[self._places[row][now]]
+
+    def highest_after(self, row: int, now: int) -> float:
+        """The highest learning rate of a row after one of its steps, in units of its peak."""
+        at = self._places[row]
+        return max(self._wave[at[min(now + 1, len(at) - 1)] :])

@@ -18,6 +18,11 @@ from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import observations_of_round
 from hdet.lr_search.plan import Search
+<<<<<<< HEAD
+=======
+from hdet.lr_search.prior import Prior, prior_of
+from hdet.scheduler.search_result import peak_over_mean
+>>>>>>> search-t3
 
 Look = Callable[[Sequence[Run], Fleet, Rule], None]
 """At the replicas of some runs when a round is over, N rows for each."""
@@ -35,13 +40,12 @@ def search_lrs(
     scout: hdet.Scout,
     look: Look | None = None,
     since: Sequence[int] | None = None,
-    brief: bool = False,
 ) -> list[Search]:
     """Every run's search, to its end; from the first weights, whatever steps were made before."""
-    total, since, kind = bench.plan.steps, since or [0] * len(runs), bench.plan.optimizer
+    total, since = bench.plan.steps, since or [0] * len(runs)
     searches = [
-        Search(scout, num_replicas=bench.replicas, total_steps=total, optimizer=kind, brief=brief)
-        for _ in runs
+        Search(scout, num_replicas=bench.replicas, total_steps=total, prior=prior_for(bench, run))
+        for run in runs
     ]
     held = math.ceil(NUM_HELD_OUT_PARTS / bench.replicas) if by == "held out" else 0
     if held and not searches[0].can_spare(held):
@@ -51,14 +55,7 @@ def search_lrs(
     for search in searches:
         search.interrupt(held)
 
-    def sort(place: int) -> tuple[int, int]:
-        """Rounds of one sort are made together."""
-        parts = min(bench.replicas * len(kept[place]), searches[place].num_parts)
-        return searches[place].num_steps, parts
-
     while pending := [place for place, search in enumerate(searches) if not search.is_over]:
-        num_steps, num_parts = first = min(map(sort, pending))
-        pending = [place for place in pending if sort(place) == first]
         begins = [since[place] + searches[place].used for place in pending]
         steps = [kept[place] for place in pending]
         scores = _round(
@@ -66,27 +63,29 @@ def search_lrs(
             [runs[place] for place in pending],
             [searches[place].factors for place in pending],
             begins,
-            num_steps,
-            score=partial(_scores, bench, by, steps, num_parts),
+            searches[0].num_steps,
+            score=partial(_scores, bench, by, steps),
             look=look,
         )
-        for place, begin, result in zip(pending, begins, scores, strict=True):
+        for place, result in zip(pending, scores, strict=True):
             _tell(searches[place], result)
-            if held:
-                kept[place].append(begin)
     return searches
+
+
+def prior_for(bench: Bench, run: Run) -> Prior | None:
+    """The usual learning rate of the optimizer, in units of that of the run."""
+    model = bench.task.model(run.seed)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    momentum = 0.9 if bench.plan.optimizer == "SGD" else 0.0
+    known = prior_of(bench.plan.optimizer, momentum=momentum, num_parameters=size)
+    return None if known is None else known._replace(mean=known.mean - math.log10(run.lr))
 
 
 def _tell(search: Search, result: "RoundResult") -> None:
     points = observations_of_round(
         search.factors, result.losses, result.errors, result.scores, result.finite
     )
-    before = result.start_score
-    if result.scores is not None and search.start_score is not None and before is not None:
-        # What is held out has become more since; for a probe that is nothing.
-        points = [point.shifted_by(search.start_score - before) for point in points]
-        before = None
-    search.record_round(points, result.gradient_norms, before)
+    search.record_round(points, result.start_score)
 
 
 class RoundResult(NamedTuple):
@@ -96,7 +95,6 @@ class RoundResult(NamedTuple):
     errors: list[float]
     scores: list[list[float]] | None
     finite: list[bool]
-    gradient_norms: GradientNorms
     start_score: float | None
     """The score of the weights that all set out from; by losses, what all saw in a first step."""
 
@@ -128,8 +126,6 @@ def _round(
     tail = hdet.Probe(bench.task.probe).tail_steps(num_steps)
     for step in range(num_steps):
         seen.append(fleet.losses(*split(batch(steps + step), bench.replicas)))
-        if step == 0:
-            agreements = agreed(fleet.gradients, bench.replicas)
         rule.step(lrs, momenta)
         if step >= num_steps - tail:
             mean += fleet.weights / tail
@@ -149,7 +145,7 @@ def _round(
         probed = found.double().view(len(runs), bench.replicas, -1).tolist()
     if look is not None:
         look(runs, fleet, rule)
-    rows = zip(losses, errors, probed, finite, agreements, start_score, strict=True)
+    rows = zip(losses, errors, probed, finite, start_score, strict=True)
     return [RoundResult(*row) for row in rows]
 
 
@@ -161,7 +157,6 @@ def _scores(
     bench: Bench,
     by: Signal,
     kept: Sequence[Sequence[int]],
-    num_parts: int,
     runs: Sequence[Run],
     fleet: Fleet,
     at: Tensor,
@@ -172,7 +167,7 @@ def _scores(
     if by == "probe":
         return fleet.evaluate(bench.task.probe, weights=at, training=True)
     batch, scores = bench.task.batches([run.seed for run in runs]), []
-    for part in range(num_parts):
+    for part in range(NUM_HELD_OUT_PARTS):
         steps = torch.tensor([row[part // bench.replicas] for row in kept], device=fleet.device)
         own = [
             value.unflatten(0, (-1, bench.replicas))[:, part % bench.replicas]
@@ -183,29 +178,19 @@ def _scores(
     return torch.stack(scores, 1)
 
 
-def agreed(gradients: Tensor, num: int) -> list[GradientNorms]:
-    """How far the replicas of every run agree."""
-    runs = gradients.double().view(-1, num, gradients.shape[1])
-    alone, together = runs.square().sum(2).mean(1), runs.mean(1).square().sum(1)
-    return [GradientNorms(*pair) for pair in zip(alone.tolist(), together.tolist(), strict=True)]
-
-
 def plan_by_search(
     bench: Bench,
     runs: Sequence[Run],
     *,
     by: Signal,
-    since: Sequence[int] | None = None,
-    brief: bool = False,
     scout: hdet.Scout | None = None,
 ) -> tuple[list[RowPlan], list[Search]]:
     """What every run begins with after its scout, and how that was found."""
-    since, scout = since or [0] * len(runs), scout or hdet.Scout()
-    searches = search_lrs(bench, runs, by=by, scout=scout, since=since, brief=brief)
+    searches = search_lrs(bench, runs, by=by, scout=scout or hdet.Scout())
     plans = []
-    for run, search, before in zip(runs, searches, since, strict=True):
+    for run, search in zip(runs, searches, strict=True):
         peaks = (run.lr * start_of(bench, search).factor,) * len(bench.task.groups)
-        plans.append(RowPlan(run.seed, peaks, before + search.used))
+        plans.append(RowPlan(run.seed, peaks, search.used))
     return plans, searches
 
 
