@@ -22,7 +22,6 @@ from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple
 
 import torch
-from hdet.lr_search.response import divergence_threshold
 from torch import Tensor
 
 import hdet

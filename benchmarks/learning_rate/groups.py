@@ -23,7 +23,6 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
-from hdet.lr_search.response import divergence_threshold
 
 from benchmarks.learning_rate.methods.bench import Bench, N
 from benchmarks.learning_rate.methods.rows import train_rows

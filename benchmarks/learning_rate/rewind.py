@@ -23,7 +23,6 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
-from hdet.lr_search.transfer import peak_over_mean
 from torch import Tensor
 
 import hdet

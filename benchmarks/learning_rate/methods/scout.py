@@ -2,23 +2,6 @@
 
 from collections.abc import Sequence
 
-<<<<<<< HEAD
-from hdet.control.stall_detector import (
-    MAX_CYCLE,
-    MAX_SHARE_OF_RUN,
-    StallDetector,
-    is_far_off,
-    is_too_late_to_restart,
-)
-
-import hdet
-from benchmarks.learning_rate.methods.bench import Bench, Ended, Run
-from benchmarks.learning_rate.methods.guards import Means, RowGuards
-from benchmarks.learning_rate.methods.rows import train_rows
-from benchmarks.learning_rate.methods.schedules import RowPlan, RowSchedules
-from benchmarks.learning_rate.methods.search import Signal, plan_by_search, start_of
-from hdet.lr_search.reasons import Reason, describe
-=======
 import hdet
 from benchmarks.learning_rate.methods.bench import Bench, Ended, Run
 from benchmarks.learning_rate.methods.guards import RowGuards
@@ -26,7 +9,6 @@ from benchmarks.learning_rate.methods.rows import train_rows
 from benchmarks.learning_rate.methods.search import Signal, plan_by_search, start_of
 from hdet.lr_search.reasons import describe
 from hdet.scheduler.search_result import is_far_off
->>>>>>> search-t3
 
 
 def with_scout(

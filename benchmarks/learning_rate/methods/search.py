@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from hdet.lr_search.transfer import GradientNorms, peak_over_mean
 from torch import Tensor
 
 import hdet
@@ -18,11 +17,8 @@ from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import observations_of_round
 from hdet.lr_search.plan import Search
-<<<<<<< HEAD
-=======
 from hdet.lr_search.prior import Prior, prior_of
 from hdet.scheduler.search_result import peak_over_mean
->>>>>>> search-t3
 
 Look = Callable[[Sequence[Run], Fleet, Rule], None]
 """At the replicas of some runs when a round is over, N rows for each."""
