@@ -104,14 +104,17 @@ def test_explosion_alone_decides_some_way_below_it() -> None:
     assert found.shares["divergence"] > 0.9
 
 
-def test_plateau_of_noise_returns_nearly_the_prior_and_says_that_it_is_a_guess() -> None:
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
+def test_plateau_of_noise_returns_nearly_the_prior(noise: float) -> None:
     chance = random.Random(0)
+    shifts, guesses = [], []
     for _ in range(100):
-        points = [Observation(10**log, chance.gauss(2, 0.01), 0.01) for log in LOGS]
-        found = estimate(Observations(points, 2.0), SearchContext(PRIOR))
-        assert mean_of(found) == pytest.approx(0.0, abs=0.1)
-        assert found.is_guess
-        assert found.reason is Reason.MOSTLY_USUAL
+        points = [Observation(10**log, chance.gauss(1, noise), noise) for log in LOGS]
+        found = estimate(Observations(points, 1.0), SearchContext(PRIOR))
+        shifts.append(abs(mean_of(found)))
+        guesses.append(found.is_guess and found.reason is Reason.MOSTLY_USUAL)
+    assert sum(shift < 0.1 for shift in shifts) >= 90
+    assert sum(guesses) >= 90
 
 
 def test_plateau_of_noise_without_a_prior_keeps_the_given_learning_rate() -> None:
@@ -299,7 +302,7 @@ def errors_of_searches(noise: float, gain: float, num: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("noise", "gain"),
-    [(0.001, 0.4), (0.01, 0.4), (0.01, 0.05), (0.05, 0.4), (0.05, 0.05), (0.15, 0.4)],
+    [(0.001, 0.4), (0.01, 0.05), (0.05, 0.4), (0.05, 0.05), (0.3, 0.4), (0.3, 0.05)],
 )
 def test_stated_error_covers_the_best_learning_rate(noise: float, gain: float) -> None:
     errors = errors_of_searches(noise, gain, 200)

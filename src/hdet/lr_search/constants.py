@@ -66,6 +66,8 @@ GAIN_ERROR = 0.25
 FULL_GAIN_SHARE, LOW_GAIN_ERROR = 0.15, 0.2
 """Rounds that gain this share of the start's score have so much more error; those that gain less
 have the more, by the square. Fitted."""
+GAIN_NOISE_ERRORS = 2.0
+"""A gain counts beyond so many of its own errors: the highest of a few is that high by chance."""
 DIVERGED_SHARE = 1.0
 """A score explodes if it is worse than the start by the start's own size."""
 DIVERGENCE_OVER_BEST, DIVERGENCE_ERROR = 1.95, 0.9
