@@ -66,6 +66,8 @@ GAIN_ERROR = 0.25
 FULL_GAIN_SHARE, LOW_GAIN_ERROR = 0.15, 0.2
 """Rounds that gain this share of the start's score have so much more error; those that gain less
 have the more, by the square. Fitted."""
+GAIN_NOISE_ERRORS = 2.0
+"""A gain counts beyond so many of its own errors: the highest of a few is that high by chance."""
 DIVERGED_SHARE = 1.0
 """A score explodes if it is worse than the start by the start's own size."""
 DIVERGENCE_OVER_BEST, DIVERGENCE_ERROR = 1.95, 0.9
@@ -79,6 +81,8 @@ MARGIN_TO_DIVERGENCE = 2.0
 """The run starts this factor below the lowest learning rate that exploded, at least."""
 GRID_STEP = 0.02
 """The step of the grid on which evidence is combined."""
+GRID_MARGIN, GRID_ERRORS = 2.0, 4.0
+"""The grid reaches so far beyond the evidence, and so many of the lowest error."""
 MAX_PEAK_OVER_MEAN = 2.5
 """A schedule that peaks further above its mean counts as one that peaks so far."""
 FAR_OFF_ERRORS, FAR_OFF_RATIO = 2.0, 4.0
@@ -104,4 +108,4 @@ BAD_BATCH_ALLOWANCE = 1.0
 """A bad batch is suspected if the last finite loss is no further above the first losses of all
 replicas than this many of their ranges: a learning rate makes losses rise further."""
 OVERFLOW = 1e300
-"""Scores beyond it count as not finite: their squares and sums would overflow."""
+"""Scores beyond it count as not finite: their sums would overflow."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from hdet.lr_search.constants import (
     CAUTION,
+    GRID_ERRORS,
+    GRID_MARGIN,
     GRID_STEP,
     MARGIN_TO_DIVERGENCE,
     PRIOR_TAIL,
@@ -77,7 +79,7 @@ def estimate(observations: Observations, context: SearchContext) -> Estimate:
     half of the lowest learning rate that exploded.
     """
     points, start = observations.points, observations.reference
-    if start is None:
+    if not points:
         return Estimate(1.0, Reason.NOTHING_FOUND)
     divergence = divergence_of(points, start)
     beliefs = {
@@ -85,12 +87,13 @@ def estimate(observations: Observations, context: SearchContext) -> Estimate:
         "divergence": belief_of_divergence(divergence),
     }
     seen = {name: belief for name, belief in beliefs.items() if belief is not None}
-    if not seen and context.prior is None:
-        return Estimate(1.0, Reason.NOTHING_FOUND)
     mean, error = _combined(list(seen.values()), context.prior)
     shares = _shares(seen, context.prior, mean)
+    is_mostly_prior = shares["prior"] > 0.5
+    if is_mostly_prior and context.prior is None:
+        return Estimate(1.0, Reason.NOTHING_FOUND)
     factor = 10 ** (mean - CAUTION * error) * context.peak
-    reason = Reason.FOUND if shares["gains"] >= shares["prior"] else Reason.MOSTLY_USUAL
+    reason = Reason.MOSTLY_USUAL if is_mostly_prior else Reason.FOUND
     limit = math.inf
     if divergence is not None:
         limit = divergence / MARGIN_TO_DIVERGENCE / max(context.highest, 1.0)
@@ -107,8 +110,10 @@ def _combined(beliefs: Sequence[Belief], prior: Prior | None) -> tuple[float, fl
 
     The prior has heavy tails: it gives way where what was seen contradicts it.
     """
-    centres = [belief.mean for belief in beliefs] + ([] if prior is None else [prior.mean])
-    low, high = min(centres) - 2, max(centres) + 2
+    usual = Belief(0.0, UNKNOWN_ERROR) if prior is None else Belief(prior.mean, prior.error)
+    means, errors = zip(usual, *beliefs, strict=True)
+    margin = max(GRID_MARGIN, GRID_ERRORS * min(errors))
+    low, high = min(means) - margin, max(means) + margin
     num = math.ceil((high - low) / GRID_STEP)
     grid = [low + GRID_STEP * place for place in range(num + 1)]
     logs = [sum(_log_density(x, belief) for belief in beliefs) + _log_prior(x, prior) for x in grid]

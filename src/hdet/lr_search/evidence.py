@@ -14,6 +14,7 @@ from hdet.lr_search.constants import (
     DIVERGENCE_OVER_BEST,
     FULL_GAIN_SHARE,
     GAIN_ERROR,
+    GAIN_NOISE_ERRORS,
     LOW_GAIN_ERROR,
     NEARLY_BEST_SHARE,
 )
@@ -32,7 +33,7 @@ class Peak(NamedTuple):
 
     Attributes:
         log_lr: The logarithm of that learning rate.
-        share: The highest gain, as a share of the score of the start.
+        share: The highest gain beyond its noise, as a share of the score of the start.
     """
 
     log_lr: float
@@ -55,7 +56,7 @@ def gain_peak(points: Sequence[Observation], start: float) -> Peak | None:
     >>> points = [Observation(10.0**x, 1.0 - gain, 0.01) for x, gain in [(-1, 0.1), (0, 0.5)]]
     >>> peak = gain_peak([*points, Observation(10.0, 1.8)], 1.0)
     >>> round(peak.log_lr, 2), round(peak.share, 2)
-    (-0.04, 0.5)
+    (-0.03, 0.48)
     """
     known = [
         (math.log10(point.factor), start - point.score, point.error)
@@ -68,11 +69,12 @@ def gain_peak(points: Sequence[Observation], start: float) -> Peak | None:
     _, highest, error = best
     weights = []
     for _, gain, own in known:
-        scale = math.hypot(NEARLY_BEST_SHARE * highest, math.sqrt((error**2 + own**2) / 2))
+        scale = math.hypot(NEARLY_BEST_SHARE * highest, error / math.sqrt(2), own / math.sqrt(2))
         weights.append(math.exp(-0.5 * ((highest - gain) / scale) ** 2) if gain > 0 else 0.0)
     total = sum(weights)
     mean = sum(weight * row[0] for weight, row in zip(weights, known, strict=True)) / total
-    return Peak(mean, highest / max(abs(start), 1e-300))
+    sure = max(highest - GAIN_NOISE_ERRORS * error, 0.0)
+    return Peak(mean, sure / max(abs(start), 1e-300))
 
 
 def belief_of_gains(points: Sequence[Observation], start: float) -> Belief | None:

@@ -45,14 +45,15 @@ class Observations(NamedTuple):
     start_score: float | None = None
 
     @property
-    def reference(self) -> float | None:
-        """The score that gains are measured from; None if nothing was observed.
+    def reference(self) -> float:
+        """The score that gains are measured from; NaN if no score is finite.
 
         Without a score of the start it is that of the lowest learning rate, which hardly moves.
         """
         if self.start_score is not None:
             return self.start_score
-        return next((point.score for point in self.points if point.score is not None), None)
+        scores = (point.score for point in self.points if point.score is not None)
+        return next(scores, math.nan)
 
 
 class RoundLog:
@@ -200,7 +201,7 @@ def _errors_of_losses(
     better = [error for _, error in finite[: (len(finite) + 1) // 2]]
     # The better half may hold replicas that diverged, too.
     calm = [error for error in better if error <= DIVERGED_NOISE_RATIO * median_low(better)]
-    common = math.sqrt(fmean(error**2 for error in calm)) if calm else 0.0
+    common = math.hypot(*calm) / math.sqrt(len(calm)) if calm else 0.0
     return [max(error, common) for error in own]
 
 

@@ -84,7 +84,7 @@ class Search:
     def divergence(self) -> float | None:
         """The learning rate from which on scores explode; None if none does."""
         seen = self.observations
-        return None if seen.reference is None else divergence_of(seen.points, seen.reference)
+        return divergence_of(seen.points, seen.reference)
 
     def can_spare(self, num_steps: int) -> bool:
         """Whether `num_steps` more fit in beside the rounds that are left of this sweep."""
@@ -141,9 +141,9 @@ class Search:
         seen = self.observations
         if all(point.score is None for point in seen.points):
             return -1, True
-        assert seen.reference is not None
         divergence = divergence_of(seen.points, seen.reference)
-        if divergence is not None and divergence <= seen.points[0].factor:
+        lowest = next((point.factor for point in seen.points if not point.bad_batch), 0.0)
+        if divergence is not None and divergence <= lowest:
             return -1, True
         peak = gain_peak(seen.points, seen.reference)
         if peak is None:
@@ -199,3 +199,5 @@ class Search:
             self._first, self._round = state["first"], state["round"]
             self._ways = list(state["ways"])
             self._log.load_state_dict(state)
+            if self._round == self._grid.num_rounds:
+                self._plan_sweep()

@@ -28,7 +28,7 @@ _TEXTS = {
     Reason.INTERRUPTED: "interrupted",
     Reason.NO_TIME: "no steps were left to look further",
     Reason.BEST_NOT_IN_LAST_ROUND: "the best replica belongs to an earlier round",
-    Reason.FOUND: "decided mostly by what short rounds gained",
+    Reason.FOUND: "decided mostly by what short rounds showed",
     Reason.MOSTLY_USUAL: "decided mostly by what is usual for this optimizer",
     Reason.NOTHING_FOUND: "nothing was found, and the given learning rate is kept",
     Reason.BELOW_DIVERGENCE: "kept a factor of 2 below the lowest learning rate that diverged",

@@ -1,0 +1,64 @@
+"""The usual learning rates of optimizers."""
+
+import pytest
+
+from hdet.lr_search.constants import (
+    ADAM_PRIOR,
+    LION_PRIOR,
+    MUON_PRIOR,
+    PRIOR_ERROR,
+    SGD_MOMENTUM_PRIOR,
+    SGD_PRIOR,
+    SIZE_POWER,
+    USUAL_SIZE,
+)
+from hdet.lr_search.prior import prior_of
+
+
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [
+        ("Adam", ADAM_PRIOR),
+        ("AdamW", ADAM_PRIOR),
+        ("NAdam", ADAM_PRIOR),
+        ("FusedAdam", ADAM_PRIOR),
+        ("AdamWScheduleFree", ADAM_PRIOR),
+        ("Adafactor", ADAM_PRIOR),
+        ("Lamb", ADAM_PRIOR),
+        ("Lion", LION_PRIOR),
+        ("Muon", MUON_PRIOR),
+        ("SGD", SGD_PRIOR),
+    ],
+)
+def test_optimizer_family_gives_the_prior_of_a_small_model(name: str, mean: float) -> None:
+    assert prior_of(name) == (mean, PRIOR_ERROR)
+    assert prior_of(name, num_parameters=int(USUAL_SIZE)) == (mean, PRIOR_ERROR)
+
+
+@pytest.mark.parametrize(
+    "name", ["MyOwn", "RMSprop", "Adagrad", "DAdaptAdam", "DAdaptSGD", "Prodigy", "LDoG", ""]
+)
+def test_unknown_optimizer_and_one_with_a_learning_rate_of_its_own_have_no_prior(name: str) -> None:
+    assert prior_of(name) is None
+
+
+def test_momentum_lowers_the_prior_of_sgd_only() -> None:
+    known = prior_of("SGD", momentum=0.9)
+    assert known is not None
+    assert known.mean == SGD_MOMENTUM_PRIOR < SGD_PRIOR
+    assert prior_of("AdamW", momentum=0.9) == prior_of("AdamW")
+
+
+def test_larger_models_have_a_lower_and_less_certain_prior() -> None:
+    priors = [prior_of("AdamW", num_parameters=10**power) for power in (3, 4, 5, 6, 8, 11)]
+    means = [prior.mean for prior in priors if prior is not None]
+    errors = [prior.error for prior in priors if prior is not None]
+    assert len(means) == 6
+    assert means == sorted(means, reverse=True)
+    assert errors == sorted(errors)
+    assert means[0] == means[1] == ADAM_PRIOR
+    assert means[3] - means[4] == pytest.approx(2 * SIZE_POWER)
+
+
+def test_size_does_not_change_the_prior_of_sgd() -> None:
+    assert prior_of("SGD", num_parameters=10**9) == prior_of("SGD")
