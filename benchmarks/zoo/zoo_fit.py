@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, float]] = {
     "prior alone": {"GAIN_ERROR": NO_EVIDENCE, "DIVERGENCE_ERROR": NO_EVIDENCE},
     "without gains": {"GAIN_ERROR": NO_EVIDENCE},
     "without divergence": {"DIVERGENCE_ERROR": NO_EVIDENCE},
-    "without prior": {"PRIOR_ERROR": NO_EVIDENCE},
+    "without prior": {"PRIOR_ERROR": 5.0},
     **{
         f"{name} = {value:g}": {name: value}
         for name, values in {
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, float]] = {
             "GAIN_ERROR": (0.15, 0.4),
             "LOW_GAIN_ERROR": (0.1, 0.4),
             "DIVERGENCE_OVER_BEST": (1.7, 2.2),
-            "DIVERGENCE_ERROR": (0.6,),
+            "DIVERGENCE_ERROR": (0.6, 0.9),
             "CAUTION": (0.0, 0.5),
         }.items()
         for value in values

@@ -1,6 +1,6 @@
 """Every constant of the learning-rate search, with its source.
 
-Logarithms are to base 10. "Fitted" means: by `python -m benchmarks.zoo.fit` on the setting half of
+Logarithms are to base 10. "Fitted" means: by `python -m benchmarks.zoo.zoo_fit` on the setting half of
 the zoo (benchmarks/results/zoo_fit.json). All others are choices, or come from what they name.
 """
 
@@ -70,7 +70,7 @@ GAIN_NOISE_ERRORS = 2.0
 """A gain counts beyond so many of its own errors: the highest of a few is that high by chance."""
 DIVERGED_SHARE = 1.0
 """A score explodes if it is worse than the start by the start's own size."""
-DIVERGENCE_OVER_BEST, DIVERGENCE_ERROR = 1.95, 0.9
+DIVERGENCE_OVER_BEST, DIVERGENCE_ERROR = 1.95, 1.2
 """The explosion lies so far above the best mean learning rate, and the error of that. Fitted."""
 
 # The decision.
