@@ -194,10 +194,15 @@ def _mean_of_finite(values: list[float]) -> float | None:
 
 
 def _error_of_first(rows: Sequence[Status[float]]) -> float:
-    """The error of the mean first loss: how replicas differ. One shows it by later losses."""
+    """The error of the mean first loss: how replicas differ.
+
+    One replica shows it by its later losses. A loss that explodes shows more than there is, so the
+    error is at most the loss itself.
+    """
     finite = [row.first_loss for row in rows if math.isfinite(row.first_loss)]
-    if len(rows) == 1:
-        return (_known_error(rows[0]) or 0.0) * math.sqrt(rows[0].num_observed)
+    if len(rows) == 1 and finite:
+        within = (_known_error(rows[0]) or 0.0) * math.sqrt(rows[0].num_observed)
+        return min(within, abs(finite[0]))
     return stdev(finite) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
 
 
