@@ -978,6 +978,8 @@ class Spare(nn.Module):
 
 
 def odd_moments(rank: int, folder: str) -> list[bool]:
+    # A short scout says on the first process that it saw little.
+    warnings.filterwarnings("ignore", message="the scout ")
     same = []
     for number, (early, options) in enumerate(
         [(0, {}), (3, {}), (4, {"scout": hdet.Scout(decades=2, share=0.5), "spread": 0.0})]
