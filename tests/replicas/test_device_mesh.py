@@ -203,14 +203,14 @@ def test_stages_of_a_pipeline_equal_the_reference(processes: Processes) -> None:
 
 
 def test_pipeline_stage_without_a_loss_does_not_count_in_the_mean() -> None:
-    """Mean, number, error, step, finite, bad buffers, size of the state, first loss."""
-    silent = [0.0, 0.0, 0.0, 5.0, 1.0, 0.0, 7.0, math.nan]
-    heard = [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 3.0]
-    other = [4.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 5.0]
+    """Mean, number, error, step, finite, bad buffers, size of the state, first loss, vanished."""
+    silent = [0.0, 0.0, 0.0, 5.0, 1.0, 0.0, 7.0, math.nan, 0.75]
+    heard = [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 3.0, 0.5]
+    other = [4.0, 4.0, 0.5, 5.0, 1.0, 0.0, 9.0, 5.0, 0.25]
     pooled = torch.tensor([[silent, heard], [heard, other]], dtype=torch.float64)
     alone, both = merge_parts(pooled).tolist()
-    assert alone == [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 16.0, 3.0]
-    assert both == [3.0, 4.0, math.hypot(0.5, 0.5) / 2, 5.0, 1.0, 0.0, 18.0, 4.0]
+    assert alone == [2.0, 4.0, 0.5, 5.0, 1.0, 0.0, 16.0, 3.0, 0.5]
+    assert both == [3.0, 4.0, math.hypot(0.5, 0.5) / 2, 5.0, 1.0, 0.0, 18.0, 4.0, 0.25]
 
 
 def gathered(named: dict[str, nn.Parameter], mesh: DeviceMesh) -> list[Tensor]:
@@ -355,9 +355,9 @@ def score(model: Any) -> Tensor:
 
 
 def sample(step: int, replica: int) -> Tensor:
-    """Of a replica, 16 in all; for a while they are too large by far."""
+    """Of a replica, 16 in all; for two cycles they are too large by far, and one is spared."""
     x = small_run.batch(step, replica)
-    return 300 * x if 100 <= step < 110 else x
+    return 300 * x if 100 <= step < 120 else x
 
 
 SCOUT = hdet.Scout(decades=2, share=0.2)
@@ -426,6 +426,10 @@ def test_sharded_run_with_all_features_equals_an_unsharded_one(
     assert what == "knobs" or knobs["lr/group0"] != 1
     for results in alike:
         got, found = results[what]
+        if what == "scout by losses":  # halves of a batch show the error of its loss otherwise
+            assert found == pytest.approx(knobs, rel=0.2)
+            assert found == alike[0][what][1]
+            continue
         assert found == pytest.approx(knobs, rel=1e-8)
         for ours, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
@@ -978,6 +982,8 @@ class Spare(nn.Module):
 
 
 def odd_moments(rank: int, folder: str) -> list[bool]:
+    # A short scout says on the first process that it saw little.
+    warnings.filterwarnings("ignore", message="the scout ")
     same = []
     for number, (early, options) in enumerate(
         [(0, {}), (3, {}), (4, {"scout": hdet.Scout(decades=2, share=0.5), "spread": 0.0})]

@@ -1,6 +1,7 @@
 """One log line for each decision that changes a run: scout result, rollback, exclusion."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch.optim.lr_scheduler import LambdaLR
 import hdet
 from tests.small_run import SmallRun, loss_of
 
+HELD = torch.ones(4, 3, dtype=torch.float64)
 
-def stacked(**options: object) -> SmallRun:
+
+def stacked(lr: float = 0.01, **options: object) -> SmallRun:
     model = torch.nn.Linear(3, 3).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     schedule = {"total_steps": 400, "scout": None, "guard": None, **options}
     return SmallRun(
         "stacked", 0, 4, model, optimizer, lambda made: LambdaLR(made, lambda _: 1.0), **schedule
@@ -28,7 +31,7 @@ def poison(run: SmallRun, replica: int) -> None:
 
 
 def test_scout_result_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
-    probe = hdet.Probe(lambda model: loss_of(model, torch.ones(4, 3, dtype=torch.float64)))
+    probe = hdet.Probe(lambda model: loss_of(model, HELD))
     run = stacked(preset="best", scout=hdet.Scout(), probe=probe, total_steps=2000)
     while run.scheduler.is_scouting:
         run.step()
@@ -37,6 +40,35 @@ def test_scout_result_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None
     assert line.startswith(f"hdet: scout chose {chosen:.3g} (")
     assert "x the given 0.01) after" in line
     assert "range tried" in line
+    assert "; compared by probe; decided mostly by what " in line
+    sure = re.search(r"; the best is probably within a factor of ([\d.]+) \((.*)\)\.$", line)
+    assert sure is not None
+    assert 1 < float(sure[1]) < 10
+    parts = dict(part.split() for part in sure[2].split(", "))
+    assert set(parts) >= {"prior", "gains"}
+    assert sum(int(share.rstrip("%")) for share in parts.values()) == pytest.approx(100, abs=2)
+
+
+def test_guess_of_the_scout_is_logged_with_its_evidence_and_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All learning rates have the same score, so only the usual one of SGD counts."""
+    probe = hdet.Probe(lambda model: 1 + 0 * loss_of(model, HELD))
+    run = stacked(preset="best", scout=hdet.Scout(), probe=probe, total_steps=2000)
+    with pytest.warns(UserWarning, match="saw hardly any difference .* took what is usual"):
+        while run.scheduler.is_scouting:
+            run.step()
+    (line,) = lines(capsys)
+    assert "decided mostly by what is usual for this optimizer" in line
+    assert line.endswith("(prior 100%).")
+
+
+def test_small_change_of_the_learning_rate_by_a_guess_is_not_warned_of() -> None:
+    probe = hdet.Probe(lambda model: 1 + 0 * loss_of(model, HELD))
+    run = stacked(lr=0.2, preset="best", scout=hdet.Scout(), probe=probe, total_steps=2000)
+    while run.scheduler.is_scouting:  # a warning is an error
+        run.step()
+    assert 0.5 <= run.scheduler.get_base_lr()[0] / 0.2 <= 2
 
 
 def test_exclusion_at_the_end_of_a_cycle_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,4 +106,4 @@ def test_rollback_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
         run.step()
     (line,) = lines(capsys)
     assert line.startswith("hdet: guard restored the weights of step 8 at step 10 (")
-    assert "the learning rate is multiplied by" in line
+    assert line.endswith("multiplied by 1, its peak from now on is 1 x the given one.")

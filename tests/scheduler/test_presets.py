@@ -17,7 +17,13 @@ from torch.optim.lr_scheduler import (
 
 import hdet
 from hdet.records import reader
-from hdet.scheduler.presets import NUM_CYCLES, GivenOptions, choose_options, without_scout
+from hdet.scheduler.presets import (
+    NUM_CYCLES,
+    ChosenOptions,
+    GivenOptions,
+    choose_options,
+    without_scout,
+)
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
@@ -41,16 +47,31 @@ def stacked(num: int = 8, base: Any = one_cycle, **options: Any) -> hdet.HDET:
     return hdet.HDET(schedule, model=model, replicas=ensemble, **options)
 
 
-def test_best_preset_sets_scout_guard_zero_spread_and_cycle_length() -> None:
-    chosen = choose_options("best", GivenOptions(), total_steps=3000, num_replicas=8)
-    assert chosen == (0.0, 3000 // NUM_CYCLES, None, hdet.Scout(), hdet.Guard(offload=True))
-    assert (
-        choose_options("best", GivenOptions(), total_steps=None, num_replicas=8).sync_every == 1000
-    )
-    assert (
-        choose_options("best", GivenOptions(), total_steps=10**6, num_replicas=8).sync_every == 1000
-    )
-    assert choose_options("best", GivenOptions(), total_steps=7, num_replicas=8).sync_every == 1
+@pytest.mark.parametrize("num_replicas", [1, 8])
+def test_best_preset_sets_scout_guard_zero_spread_and_cycle_length(num_replicas: int) -> None:
+    def chosen(total_steps: int | None) -> ChosenOptions:
+        return choose_options(
+            "best", GivenOptions(), total_steps=total_steps, num_replicas=num_replicas
+        )
+
+    assert chosen(3000) == (0.0, 3000 // NUM_CYCLES, None, hdet.Scout(), hdet.Guard(offload=True))
+    lengths = [chosen(total).sync_every for total in (None, 10**6, 7)]
+    assert lengths == [1000, 1000, 1]
+
+
+def test_cycles_of_a_run_that_explores_are_twice_as_long() -> None:
+    given = [GivenOptions(), GivenOptions(spread=0.2), GivenOptions(controller=hdet.Tracker())]
+    chosen = [choose_options("best", g, total_steps=3000, num_replicas=8) for g in given]
+    assert [options.sync_every for options in chosen] == [50, 100, 100]
+
+
+@pytest.mark.filterwarnings("ignore:scout disabled")
+def test_run_with_one_replica_has_a_guard_by_default() -> None:
+    model, optimizer = small()
+    scheduler = hdet.HDET(one_cycle(optimizer), model=model)
+    assert scheduler._run.settings.guard == hdet.Guard(offload=True)
+    assert scheduler._run.settings.sync_every == STEPS // NUM_CYCLES
+    assert scheduler._run.good_point is not None
 
 
 def test_best_preset_without_scout_tracks_the_learning_rate() -> None:
@@ -148,8 +169,6 @@ def test_warning_says_why_a_run_has_no_scout() -> None:
     assert not alone.is_scouting
     with no_scout("must fit in its `share`"):
         stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
-    with no_scout("rounds of 4 steps with 8 replicas, and training losses need"):
-        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=600, cycle_momentum=False))
     with no_scout("length of the run is unknown.*total_steps="):
         stacked(base=lambda o: ConstantLR(o, 1.0))
     assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting
@@ -174,6 +193,7 @@ def test_missing_replicas_argument_raises_and_missing_losses_warn() -> None:
 
 
 def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None:
+    """The best of these learning rates is the highest, and a second sweep does not fit."""
     model, optimizer = small()
     ensemble = hdet.StackedReplicas(model, 8)
     schedule = OneCycleLR(
@@ -183,7 +203,7 @@ def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None
         schedule,
         model=model,
         replicas=ensemble,
-        scout=hdet.Scout(),
+        scout=hdet.Scout(decades=0.5),
         probe=lambda m: loss_of(m, batch(9, 9)),
     )
     with pytest.warns(UserWarning, match="at the end of the range"):
@@ -197,12 +217,12 @@ def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None
 
 @pytest.mark.parametrize(
     ("num", "probe", "least"),
-    [(8, True, 134), (8, False, 800), (4, True, 267), (4, False, 1600), (2, True, 534)],
+    [(8, True, 134), (8, False, 134), (4, True, 267), (4, False, 267), (2, True, 400)],
 )
 def test_scout_starts_only_in_runs_with_a_minimum_number_of_steps(
     num: int, probe: bool, least: int
 ) -> None:
-    """The limits depend on the number of replicas and on the probe."""
+    """The limits depend on the number of replicas. A probe is not needed."""
 
     def started(total: int) -> hdet.HDET:
         return stacked(
@@ -265,15 +285,15 @@ def test_total_steps_must_be_an_integer() -> None:
 def test_run_resumed_without_its_scout_still_ends_its_schedule() -> None:
     """The steps of the unfinished search stay used."""
     model, optimizer = small()
-    begun = SmallRun("stacked", 0, 8, model, optimizer, one_cycle, preset="best")
-    for _ in range(20):
+    begun = SmallRun("stacked", 0, 4, model, optimizer, one_cycle, preset="best")
+    for _ in range(10):
         begun.step()
     assert begun.scheduler.is_scouting
     begun.scheduler.converge()
     model, optimizer = small()
     resumed = SmallRun("one", 0, 1, model, optimizer, one_cycle, scout=None, guard=None)
     resumed.scheduler.load_state_dict(begun.scheduler.state_dict())
-    for _ in range(20, STEPS):
+    for _ in range(10, STEPS):
         resumed.step()
     assert resumed.scheduler.get_base_lr()[0] < 1e-10
 

@@ -16,12 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import hdet
+from hdet.lr_search.constants import MAX_SWEEPS
+from hdet.lr_search.estimator import Estimate, SearchContext, estimate
+from hdet.lr_search.grids import SweepGrid
+from hdet.lr_search.observations import Observation, Observations
+from hdet.lr_search.prior import Prior, prior_of
 from hdet.lr_search.scout import AllRatesDiverged
 from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
-N, STEPS, S, LR = 4, 8, 120, 0.02
-SCOUT = hdet.Scout(decades=2, steps=STEPS)  # 4 learning rates in one round
+N, STEPS, S, LR, DECADES = 4, 8, 120, 0.02, 4
+SWEEP = 2 * STEPS
+"""The steps of a sweep: two rounds of four learning rates."""
+SCOUT = hdet.Scout(decades=DECADES, steps=STEPS)
 HELD = torch.randn(32, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -46,7 +53,7 @@ def score(model: Any) -> Tensor:
 
 
 class Run(SmallRun):
-    """A small run with a scout, by default with one round of four learning rates."""
+    """A small run with a scout, by default with a sweep of eight learning rates."""
 
     def __init__(
         self, engine: str, rank: int = 0, total: int = S, base_lr: float = LR, **options: Any
@@ -64,6 +71,14 @@ class Run(SmallRun):
     def go(self, steps: int) -> "Run":
         for _ in range(steps):
             self.step()
+        return self
+
+    def search(self) -> "Run":
+        """Train until the scout has ended."""
+        for _ in range(S):
+            if self.scheduler.is_scouting:
+                self.step()
+        assert not self.scheduler.is_scouting
         return self
 
     def vectors(self) -> list[Tensor]:
@@ -100,25 +115,50 @@ def scouted(rank: int, engine: str, folder: Path | None = None) -> dict[str, Any
     run = Run(engine, rank, record=folder)
     before = run.vectors()
     lrs = run.scheduler.get_replica_lrs()
+    assert run.scheduler.found_lr is None
     run.go(STEPS)
+    back = all(map(torch.equal, run.vectors(), before))
+    assert run.scheduler.found_lr is None
+    run.search()
     after = {
         "lrs": lrs,
-        "back": all(map(torch.equal, run.vectors(), before)),
+        "back": back and all(map(torch.equal, run.vectors(), before)),
         "states": run.states(),
         "scale": run.scheduler.get_knobs()["lr/group0"],
+        "found": run.scheduler.found_lr,
         "step": run.scheduler.last_epoch,
     }
     run.go(3)
     alike = run.weights()
-    run.go(S - STEPS - 3)
+    run.go(S - run.scheduler.last_epoch)
+    assert run.scheduler.found_lr == after["found"]  # also when the schedule has decayed
     return {**after, "alike": alike, "end": run.weights()}
 
 
-def results(folder: Path) -> dict[str, Any]:
-    """Return the scout event of the record."""
+def results(folder: Path) -> list[dict[str, Any]]:
+    """Return the scout events of the record, one for each round."""
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    (line,) = [line for line in lines if line["event"] == "scout"]
-    return dict(line)
+    return [line for line in lines if line["event"] == "scout"]
+
+
+def usual() -> Prior:
+    """The usual learning rate of the small run, in units of the given one."""
+    size = sum(parameter.numel() for parameter in net().parameters())
+    known = prior_of("AdamW", num_parameters=size)
+    assert known is not None
+    return known._replace(mean=known.mean - math.log10(LR))
+
+
+def factors_of_round(number: int, lr: float = LR) -> list[float]:
+    """The factors of the replicas in a round of the first sweep."""
+    grid = SweepGrid(DECADES, N, usual().mean + math.log10(LR / lr))
+    return [grid.factor(place) for place in grid.places(0, number)]
+
+
+def expected_of(points: list[Observation], context: SearchContext) -> Estimate:
+    with torch.no_grad():
+        start = float(score(net()).mean())
+    return estimate(Observations(sorted(points), start), context)
 
 
 def on(processes: Processes, engine: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -132,36 +172,29 @@ def test_search_trains_replicas_alone_then_restores_the_start_and_sets_the_scale
     engine: str, processes: Processes, tmp_path: Path
 ) -> None:
     answers = on(processes, engine, tmp_path)
-    factors = [10 ** (-1 + 2 * place / 3) for place in range(4)]
+    factors = factors_of_round(0)
     for answer in answers:
         assert answer["lrs"] == [[pytest.approx(LR * factor)] for factor in factors]
         assert answer["back"]
         assert set(answer["states"]) == {0}
-        assert answer["step"] == STEPS
+        assert answer["step"] == SWEEP
         assert answer["scale"] == answers[0]["scale"]
+        assert answer["found"] == pytest.approx(LR * answer["scale"], rel=1e-12)
     # After the search gradients are shared: with one learning rate all weights stay equal.
     first, *others = [vector for answer in answers for vector in answer["alike"]]
     assert len(others) == N - 1
     assert all(torch.equal(first, other) for other in others)
-    line = results(tmp_path)
+    begun, line = results(tmp_path)
     want = [float(alone(replica, factor)) for replica, factor in enumerate(factors)]
-    assert [point["score"] for point in line["points"]] == pytest.approx(want, rel=1e-9)
-    # All gradients of the first step belong to the same weights, so they measure the noise.
-    gradients = [gradient(replica) for replica in range(N)]
-    mean = torch.stack(gradients).mean(0)
-    variance = sum(float((g - mean).square().sum()) for g in gradients) / (N - 1)
-    noise = variance / (float(mean.square().sum()) - variance / N)
-    assert line["noise"] == pytest.approx(noise, rel=1e-9)
-    growth = (1 + noise) / (1 + noise / N)
-    course = one_cycle(S)
-    expected = line["found"] * growth * S * LR / sum(course[:S])
-    assert answers[0]["scale"] == pytest.approx(expected, rel=1e-6)
-
-
-def gradient(replica: int) -> Tensor:
-    model = net()
-    loss_of(model, batch(0, replica)).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert [point["score"] for point in begun["points"]] == pytest.approx(want, rel=1e-9)
+    assert begun["factor"] is None
+    points = [Observation(*point.values()) for point in line["points"]]
+    assert len(points) == 2 * N
+    found = expected_of(points, SearchContext(usual(), peak=S * LR / sum(one_cycle(S)[:S])))
+    assert answers[0]["scale"] == pytest.approx(found.factor, rel=1e-6)
+    assert (line["factor"], line["factor_reason"]) == (answers[0]["scale"], found.text)
+    assert line["within"] == pytest.approx(found.within)
+    assert line["shares"] == pytest.approx(found.shares)
 
 
 def one_cycle(steps: int) -> list[float]:
@@ -204,7 +237,7 @@ def disagreeing(rank: int) -> float:
         total_steps=S,
         sync_every=10,
     )
-    for _ in range(STEPS):
+    while run.scheduler.is_scouting:
         run.step()
     return run.scheduler.get_knobs()["lr/group0"]
 
@@ -215,34 +248,6 @@ def test_all_processes_choose_the_same_scale_when_some_cannot_preview_the_schedu
     assert len(set(processes(N, disagreeing))) == 1
 
 
-def test_gradient_noise_ignores_parameters_outside_the_optimizer(tmp_path: Path) -> None:
-    """Gradients outside the optimizer are never cleared and grow from round to round."""
-    noises = []
-    for name, frozen in (("left", False), ("frozen", True)):
-        model = net()
-        for parameter in model.up.parameters():
-            parameter.requires_grad_(not frozen)
-        rest = [*model.norm.parameters(), *model.down.parameters()]
-        run = SmallRun(
-            "stacked",
-            0,
-            N,
-            model,
-            torch.optim.AdamW(rest, lr=LR),
-            lambda optimizer: OneCycleLR(optimizer, LR, total_steps=S),
-            scout=SCOUT,
-            probe=hdet.Probe(score, tail=0.0),
-            controller=None,
-            spread=0.0,
-            sync_every=10,
-            record=tmp_path / name,
-        )
-        for _ in range(STEPS):
-            run.step()
-        noises.append(results(tmp_path / name)["noise"])
-    assert noises[0] == pytest.approx(noises[1], rel=1e-9)
-
-
 def test_run_with_a_search_ends_with_equal_weights_on_both_engines(processes: Processes) -> None:
     (stacked,), each = on(processes, "stacked"), on(processes, "processes")
     assert stacked["scale"] == pytest.approx(each[0]["scale"], rel=1e-9)
@@ -251,12 +256,12 @@ def test_run_with_a_search_ends_with_equal_weights_on_both_engines(processes: Pr
 
 
 def test_schedule_is_compressed_into_the_steps_after_the_search() -> None:
-    run = Run("stacked").go(STEPS)
+    run = Run("stacked").search()
     scale, course = run.scheduler.get_knobs()["lr/group0"], one_cycle(S)
-    for step in range(S - STEPS):
-        assert run.scheduler.get_base_lr() == [
-            pytest.approx(scale * course[round(step * S / (S - STEPS))])
-        ]
+    left = S - run.scheduler.last_epoch
+    for step in range(left):
+        share = course[round(step * S / left)]
+        assert run.scheduler.get_base_lr() == [pytest.approx(scale * share)]
         run.go(1)
     assert run.scheduler.get_base_lr() == [pytest.approx(scale * course[S])]
 
@@ -275,8 +280,8 @@ def mean_after_a_scout(rise: float) -> float:
         **{"controller": None, "spread": 0.0, "sync_every": 10, **given},
     )
     lrs = []
-    for step in range(S):
-        if step >= STEPS:
+    for _ in range(S):
+        if not run.scheduler.is_scouting:
             lrs.append(run.scheduler.get_base_lr()[0])
         run.step()
     return fmean(lrs)
@@ -303,23 +308,22 @@ def test_peak_of_a_rising_schedule_stays_below_half_the_divergence_threshold(
         spread=0.0,
         sync_every=10,
         total_steps=S,
-        scout=hdet.Scout(steps=STEPS),
+        scout=hdet.Scout(decades=6, steps=STEPS),
         probe=score,
         record=tmp_path,
     )
     while run.scheduler.is_scouting:
         run.step()
-    line = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
-    lost = min(filter(None, [line["lowest_lost"], line["divergence"]]))
-    assert line["factor"] * rise <= lost / 2 * 1.0001
-    assert line["factor"] * rise > lost / 100
+    line = results(tmp_path)[-1]
+    assert line["factor"] * rise <= line["divergence"] / 2 * 1.0001
+    assert line["factor"] * rise > line["divergence"] / 100
 
 
 def test_search_without_a_probe_scores_the_losses_of_the_second_half_of_a_round(
     tmp_path: Path,
 ) -> None:
     Run("unheard", probe=None, record=tmp_path).go(STEPS)
-    line = results(tmp_path)
+    (line,) = results(tmp_path)
     for replica, point in enumerate(line["points"]):
         model = net()
         betas = (0.95, 0.999)
@@ -348,8 +352,8 @@ def test_checkpoint_in_mid_search_holds_the_start_weights_and_resumes_equally() 
     other.bare.load_state_dict(saved[0])
     other.scheduler.load_state_dict(saved[1])
     for one in (run, other):
-        one.go(STEPS)
-        assert one.scheduler.last_epoch == 3 + STEPS
+        one.search()
+        assert one.scheduler.last_epoch == 3 + SWEEP
     assert run.scheduler.get_knobs() == other.scheduler.get_knobs()
     for ours, theirs in zip(run.go(20).vectors(), other.go(20).vectors(), strict=True):
         assert torch.equal(ours, theirs)
@@ -357,7 +361,7 @@ def test_checkpoint_in_mid_search_holds_the_start_weights_and_resumes_equally() 
 
 def test_search_scored_by_losses_resumes_like_the_uninterrupted_search() -> None:
     options: Any = {"scout": hdet.Scout(decades=4, steps=6, share=0.5), "probe": None}
-    run = Run("unheard", **options).go(6 + 3)  # half-way through the second round
+    run = Run("unheard", **options).go(6 + 3)  # in the middle of the second round
     run.scheduler.converge()
     other = Run("unheard", **options)
     other.bare.load_state_dict(copy.deepcopy(run.bare.state_dict()))
@@ -413,19 +417,27 @@ def test_consensus_in_mid_search_restores_kept_out_parameters_and_replaced_buffe
     assert processes(2, looked_at) == [True] * 2
 
 
-@pytest.mark.parametrize("made", [6, 12, 18])
+@pytest.mark.parametrize("made", [STEPS, SWEEP])
 def test_resumed_search_does_not_repeat_finished_rounds(made: int) -> None:
-    scout = hdet.Scout(decades=4, steps=6, share=0.5)  # two rounds of sweep, two of refinement
-    whole, cut = Run("stacked", scout=scout), Run("stacked", scout=scout)
-    whole.go(24)
-    cut.go(made)
+    whole, cut = Run("stacked").search(), Run("stacked").go(made)
     cut.scheduler.converge()
-    other = Run("stacked", scout=scout)
+    other = Run("stacked")
     other.bare.load_state_dict(cut.bare.state_dict())
     other.scheduler.load_state_dict(cut.scheduler.state_dict())
-    other.go(24 - made)
+    other.search()
+    assert other.scheduler.last_epoch == whole.scheduler.last_epoch
     assert other.scheduler.get_knobs() == whole.scheduler.get_knobs()
+    assert other.scheduler.found_lr == whole.scheduler.found_lr
     assert other.scheduler.get_knobs()["lr/group0"] != 1.0
+
+
+def test_found_lr_of_a_run_without_a_search_is_none() -> None:
+    run = Run("stacked", scout=None).go(3)
+    assert run.scheduler.found_lr is None
+    old = {k: v for k, v in run.scheduler.state_dict().items() if k != "found_lr"}
+    other = Run("stacked", scout=None)
+    other.scheduler.load_state_dict(old)
+    assert other.scheduler.found_lr is None
 
 
 @pytest.mark.filterwarnings("ignore:the scout was interrupted by a `converge")
@@ -450,13 +462,15 @@ def test_run_saved_without_a_scout_starts_no_search_when_resumed_with_a_scout() 
 
 
 def test_run_resumed_after_its_search_does_not_search_again() -> None:
-    run = Run("stacked").go(20)
+    run = Run("stacked").go(SWEEP + 5)
+    assert not run.scheduler.is_scouting
     run.scheduler.converge()
     other = Run("stacked")
     other.bare.load_state_dict(run.bare.state_dict())
     other.optimizer.load_state_dict(run.optimizer.state_dict())
     other.scheduler.load_state_dict(run.scheduler.state_dict())
     assert other.scheduler.get_base_lr() == run.scheduler.get_base_lr()
+    assert other.scheduler.found_lr == run.scheduler.found_lr
     for ours, theirs in zip(run.go(30).vectors(), other.go(30).vectors(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -512,13 +526,13 @@ def test_other_knobs_have_no_spread_during_a_search() -> None:
     knobs = [hdet.lr(), hdet.weight_decay(spread=0.5)]
     run = Run("stacked", knobs=knobs, controller=hdet.Tracker(), design="latin")
     assert {g["weight_decay"] for one in run.optimizer.each for g in one.param_groups} == {0.01}
-    run.go(STEPS)
+    run.search()
     assert len({g["weight_decay"] for one in run.optimizer.each for g in one.param_groups}) == N
 
 
 def test_replicas_stay_equal_after_a_search_when_the_loop_calls_model_zero_grad() -> None:
     run = Run("stacked")
-    for step in range(STEPS + 3):
+    for step in range(SWEEP + 3):
         run.bare.zero_grad()
         losses = run.backward(step)
         run.optimizer.step()
@@ -554,19 +568,48 @@ def test_search_scores_the_common_start_weights_once() -> None:
         calls.append(1)
         return score(model)
 
-    Run("stacked", probe=hdet.Probe(progress_state, tail=0.0)).go(STEPS)
-    assert len(calls) == N + 1
+    Run("stacked", probe=hdet.Probe(progress_state, tail=0.0)).search()
+    assert len(calls) == 2 * N + 1
 
 
 def test_scout_without_rewind_continues_from_the_best_replica(tmp_path: Path) -> None:
-    scout = hdet.Scout(decades=2, steps=STEPS, rewind=False)
-    run = Run("stacked", scout=scout, record=tmp_path).go(STEPS)
-    line = results(tmp_path)
+    scout = hdet.Scout(decades=DECADES, steps=STEPS, rewind=False)
+    model = net()
+    run = SmallRun(
+        "stacked",
+        0,
+        6,  # all learning rates of a sweep are tried in one round
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LR),
+        lambda optimizer: OneCycleLR(optimizer, LR, total_steps=S),
+        scout=scout,
+        probe=hdet.Probe(score, tail=0.0),
+        controller=None,
+        spread=0.0,
+        sync_every=10,
+        record=tmp_path,
+    )
+    while run.scheduler.is_scouting:
+        run.step()
+    line = results(tmp_path)[-1]
     best = min(point["score"] for point in line["points"])
     for module in run.modules():
         with torch.no_grad():  # in training mode, like the probe
             assert float(score(module).mean()) == pytest.approx(best, rel=1e-9)
-    assert set(run.states()) == {6}
+    assert {len(optimizer.state) for optimizer in run.optimizer.each} == {6}
+
+
+def test_scout_without_rewind_restores_the_start_if_an_earlier_round_was_the_best() -> None:
+    scout = hdet.Scout(decades=DECADES, steps=STEPS, rewind=False)
+    run = Run("stacked", scout=scout)
+    before = run.vectors()
+    trial = run.scheduler._run.progress.trial
+    assert trial is not None
+    run.search()
+    points = trial.search.observations.points
+    best = min((point.score, point.factor) for point in points if point.score is not None)[1]
+    was_last = best in trial.search.last_factors
+    assert all(map(torch.equal, run.vectors(), before)) != was_last
 
 
 def test_search_restores_the_random_state_of_torch() -> None:
@@ -592,7 +635,8 @@ def test_search_restores_weights_when_every_learning_rate_diverges() -> None:
     run = Run("stacked", probe=lambda model: score(model) * float("nan"))
     before = run.vectors()
     with pytest.raises(AllRatesDiverged, match="diverges at every learning rate"):
-        run.go(3 * STEPS)
+        run.go(S)
+    assert run.scheduler.last_epoch == MAX_SWEEPS * SWEEP
     assert all(map(torch.equal, run.vectors(), before))
     run.go(3)  # with the learning rate that was given
     assert run.scheduler.get_knobs()["lr/group0"] == 1.0
@@ -651,13 +695,21 @@ def test_scout_again_raises_a_too_low_learning_rate_in_mid_run(
         torch.testing.assert_close(answer["end"][0], alone["end"][0], rtol=1e-7, atol=1e-9)
 
 
-def test_scout_again_searches_around_the_current_learning_rate() -> None:
-    run = Run("stacked", total=600, guard=None).go(300)
+def test_scout_again_searches_around_the_usual_lr_in_units_of_the_present_one(
+    tmp_path: Path,
+) -> None:
+    run = Run("stacked", total=600, guard=None, record=tmp_path).go(300)
     (now,), scale = run.scheduler.get_last_lr(), run.scheduler.get_knobs()["lr/group0"]
-    run.scheduler.scout_again(hdet.Scout(decades=2, steps=STEPS))
-    lrs = sorted(lrs[0] for lrs in run.scheduler.get_replica_lrs())
-    assert (lrs[0] * lrs[-1]) ** 0.5 == pytest.approx(now)
     assert now < LR * scale  # the schedule has decayed
+    run.scheduler.scout_again(SCOUT)
+    lrs = [lrs[0] for lrs in run.scheduler.get_replica_lrs()]
+    assert lrs == pytest.approx([LR * factor for factor in factors_of_round(0)])
+    with pytest.warns(UserWarning, match=r"saw hardly any difference .*: the run goes on with"):
+        run.search()
+    line = results(tmp_path)[-1]
+    assert line["reference_lrs"] == {"group0": pytest.approx(now)}
+    assert run.scheduler.get_knobs()["lr/group0"] == pytest.approx(scale * line["factor"])
+    assert run.scheduler.found_lr == pytest.approx(now * line["factor"])
 
 
 def test_search_of_scout_again_resumes_with_its_own_settings() -> None:

@@ -330,26 +330,3 @@ def move_a_buffer(rank: int) -> list[float]:
 
 def test_a_buffer_with_new_memory_is_averaged(processes: Processes) -> None:
     assert processes(3, move_a_buffer) == [[1.0, 2.0, 3.0]] * 3
-
-
-def test_gradient_norms_of_half_precision_complex_and_missing_gradients() -> None:
-    """In half precision and complex, and none at all where a replica has none."""
-    model = nn.ParameterDict(
-        {
-            "in_half": nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
-            "complex": nn.Parameter(torch.zeros(2, dtype=torch.complex128)),
-            "unused": nn.Parameter(torch.zeros(2)),
-            "empty": nn.Parameter(torch.zeros(0)),
-        }
-    )
-    ensemble = hdet.StackedReplicas(model, 2)
-    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    parameters = ReplicaWeights(optimizer, model, ensemble)
-    assert parameters.checks.gradient_norms() is None
-    for module, value in zip(ensemble.modules(None), (1.0, 3.0), strict=True):
-        assert isinstance(module, nn.ParameterDict)
-        module["in_half"].grad = torch.full((3,), value, dtype=torch.bfloat16)
-        module["complex"].grad = torch.full((2,), value * 1j, dtype=torch.complex128)
-    alone, together = parameters.checks.gradient_norms() or (math.nan, math.nan)
-    assert alone == pytest.approx((5 * 1 + 5 * 9) / 2, rel=1e-6)
-    assert together == pytest.approx(5 * 4, rel=1e-6)

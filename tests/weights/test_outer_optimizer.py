@@ -240,14 +240,17 @@ def test_a_run_resumes_with_the_state_of_its_outer_optimizer() -> None:
 
 
 def test_rollback_restores_the_state_of_the_outer_optimizer() -> None:
-    ensemble, optimizer, scheduler = stacked(6 * T, guard=hdet.Guard(offload=True))
+    ensemble, optimizer, scheduler = stacked(T, guard=hdet.Guard(offload=True))
     assert scheduler.outer is not None
+    assert scheduler._run.good_point is not None
+    assert scheduler._run.good_point.step == T
     before = weights(ensemble)
     moments = [state["momentum_buffer"].clone() for state in scheduler.outer.state.values()]
-    go_on(ensemble, optimizer, scheduler, T, scale=1e4)
-    assert scheduler.get_knobs()["lr/group0"] == 0.5
-    check_equal(before, weights(ensemble))
-    check_equal(moments, [s["momentum_buffer"] for s in scheduler.outer.state.values()])
+    for factor in (1.0, 0.25):  # the first failure is spared
+        go_on(ensemble, optimizer, scheduler, T, scale=1e4)
+        assert scheduler.get_knobs()["lr/group0"] == factor
+        check_equal(before, weights(ensemble))
+        check_equal(moments, [s["momentum_buffer"] for s in scheduler.outer.state.values()])
 
 
 def test_outer_that_makes_no_optimizer_is_refused() -> None:

@@ -213,14 +213,15 @@ def test_parameters_frozen_or_unfrozen_during_a_pending_average() -> None:
 def test_rollback_with_overlap_makes_replicas_equal(outer: Any) -> None:
     run = Stacked(gradients="local", guard=hdet.Guard(), outer=outer)
     run.go_on(2 * T)
-    with torch.no_grad():  # after the last mean has landed
-        for module in run.ensemble.modules(None):
-            for p in module.parameters():
-                p.mul_(50)
-    run.go_on(T)
-    assert run.scheduler.get_knobs()["lr/group0"] == 0.5
-    first, *others = run.weights()
-    assert all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
+    for factor in (1.0, 0.25):  # the first failure is spared
+        with torch.no_grad():  # after the last mean has landed
+            for module in run.ensemble.modules(None):
+                for p in module.parameters():
+                    p.mul_(50)
+        run.go_on(T)
+        assert run.scheduler.get_knobs()["lr/group0"] == factor
+        first, *others = run.weights()
+        assert all(a.equal(b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize(

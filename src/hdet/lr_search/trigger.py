@@ -17,7 +17,7 @@ class SearchTrigger(Enum):
 
     @property
     def is_mid_run(self) -> bool:
-        """Whether the search tries learning rates around that of the current step."""
+        """Whether factors of the search are in units of the learning rate of the current step."""
         return self in (SearchTrigger.REQUESTED, SearchTrigger.NEW_DATA)
 
 

@@ -140,12 +140,13 @@ def _advice(trial: SearchTrial, estimate: Estimate) -> str:
         )
     if estimate.reason is Reason.NOTHING_FOUND:
         return "found no difference between learning rates"
-    changes = not 1 / GUESS_RATIO <= estimate.factor <= GUESS_RATIO
-    if estimate.is_guess and changes:
-        return (
+    if estimate.is_guess:
+        changes = not 1 / GUESS_RATIO <= estimate.factor <= GUESS_RATIO
+        text = (
             "saw hardly any difference between learning rates, and took what is usual for this "
             "optimizer"
         )
+        return text if changes else ""
     if Reason.NO_TIME in reasons and estimate.reason is not Reason.GIVEN_IS_KEPT:
         return (
             "found its best learning rate at the end of the range that it tried, and no steps were "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hdet
 from benchmarks.zoo.models import GPT, ResNet18, Size, gpt_loss, image_loss
-from hdet.lr_search.constants import MAX_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS
+from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 N = 4
@@ -92,7 +92,7 @@ def test_held_out_scores_are_equal_with_captured_graphs(name: str) -> None:
         ensemble = hdet.StackedReplicas(model, N)
         if compiled:
             ensemble.compile()
-        held = ensemble.hold_out(NUM_HELD_OUT_PARTS, MAX_HELD_OUT_PARTS)
+        held = ensemble.hold_out(NUM_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS)
         while held.steps_left:
             ensemble.losses(loss_function, *batch).sum().backward()
             held.end_step()

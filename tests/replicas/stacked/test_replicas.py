@@ -461,6 +461,53 @@ def test_training_flags_of_the_model_apply_to_all_replicas() -> None:
 # Optimizers ------------------------------------------------------------------------------------
 
 
+class WithOwnSettings(torch.optim.SGD):
+    """An optimizer with attributes beside its groups and its state."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.power = 0.5
+        self.first = self.param_groups[0]["params"][0]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.first.grad.mul_(self.power)
+        super().step(closure)
+
+
+def test_copies_of_an_optimizer_keep_its_own_attributes() -> None:
+    """A parameter among them becomes that of the replica."""
+    model = toy.toy()
+    one = WithOwnSettings(model.parameters(), lr=0.1)
+    ensemble = StackedReplicas(model, N)
+    optimizer = ensemble.optimizer(one)
+    for module, copied in zip(ensemble.modules(None), optimizer.each, strict=True):
+        assert isinstance(copied, WithOwnSettings)
+        assert copied.power == 0.5
+        assert copied.first is next(module.parameters())
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_optimizer_that_a_schedule_has_wrapped_steps_every_replica_once(gradients: str) -> None:
+    """A schedule replaces `step` of the optimizer it is made with."""
+    model = toy.toy()
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0)
+    ensemble = StackedReplicas(model, N)
+    optimizer = ensemble.optimizer(one)
+    ensemble.share_gradients(model, gradients == "shared")
+    before = [p.detach().clone() for m in ensemble.modules(None) for p in m.parameters()]
+    ensemble.losses(loss_function, *global_batch(0, N)).sum().backward()
+    each = list(ensemble.modules(None))
+    if gradients == "shared":
+        each = [each[0]] * N
+    slopes = [p.grad.clone() for m in each for p in m.parameters() if p.grad is not None]
+    optimizer.step()
+    after = [p.detach() for m in ensemble.modules(None) for p in m.parameters()]
+    for new, old, slope in zip(after, before, slopes, strict=True):
+        torch.testing.assert_close(new, old - 0.1 * slope)
+
+
 def test_optimizer_of_the_model_becomes_one_for_all_replicas() -> None:
     model = nn.Linear(2, 1)
     ensemble = StackedReplicas(model, 3)

@@ -168,7 +168,8 @@ def copy_for_module(one: Optimizer, names: Mapping[Tensor, str], module: nn.Modu
     copied = copy.deepcopy(one, memo)
     # torch copies groups and state alone; an optimizer may keep settings of its own beside them.
     for name in vars(one).keys() - vars(copied).keys():
-        setattr(copied, name, copy.deepcopy(getattr(one, name), memo))
+        if not callable(getattr(type(one), name, None)):  # a schedule has wrapped `step` of `one`
+            setattr(copied, name, copy.deepcopy(getattr(one, name), memo))
     return copied
 
 
