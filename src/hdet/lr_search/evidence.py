@@ -55,7 +55,7 @@ def gain_peak(points: Sequence[Observation], start: float) -> Peak | None:
     >>> points = [Observation(10.0**x, 1.0 - gain, 0.01) for x, gain in [(-1, 0.1), (0, 0.5)]]
     >>> peak = gain_peak([*points, Observation(10.0, 1.8)], 1.0)
     >>> round(peak.log_lr, 2), round(peak.share, 2)
-    (-0.04, 0.5)
+    (-0.03, 0.5)
     """
     known = [
         (math.log10(point.factor), start - point.score, point.error)
