@@ -1,10 +1,10 @@
-"""Draw the two figures of docs/explanation/how-the-scout-decides.md.
+"""Draw the figures of docs/explanation/how-the-scout-decides.md and how-the-guard-decides.md.
 
     python tools/scout_figures.py
 
-reads one recorded scout from benchmarks/results/settle.json and writes
-docs/assets/scout-phases.svg and docs/assets/scout-scores.svg. The output depends on that file
-alone, so a second call writes the same bytes.
+reads the scores of one recorded sweep from benchmarks/results/settle.json, and writes
+docs/assets/scout-evidence.svg and docs/assets/guard-ceiling.svg. The output depends on that file
+and on the library alone, so a second call writes the same bytes.
 """
 
 import json
@@ -12,69 +12,24 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import hdet
+from hdet.control.guard import GuardMonitor
+from hdet.lr_search.estimator import Estimate, SearchContext, estimate
+from hdet.lr_search.evidence import Belief, belief_of_divergence, belief_of_gains, divergence_of
+from hdet.lr_search.observations import Observation, Observations
+from hdet.lr_search.prior import Prior, prior_of
 
 ROOT = Path(__file__).parent.parent
-TASK, LR, SEED = "language, AdamW", 2e-6, 0
-"""The recorded run: the given learning rate is a thousandth of the best one of the grid."""
-REPLICAS, SHARE = 8, 0.03
-REPEATED = 2
-"""Learning rates of a sweep that the next sweep tries again."""
-NEARLY = 0.07
-"""The choice gains at least 93 % of the best gain."""
+TASK, LR, SEED = "language, AdamW", 2e-3, 0
+"""The recorded run, whose scores are drawn."""
+NUM_PARAMETERS = 3_300_000
+PEAK_OVER_MEAN = 2.07
+"""That of OneCycleLR."""
 WIDE, LEFT, RIGHT = 760, 64, 24
 INK, SOFT, LINE = "#343a40", "#868e96", "#dee2e6"
-SWEEP, SECOND, REFINED, CHOICE, DANGER = "#1c7ed6", "#0b7285", "#f08c00", "#d6336c", "#c92a2a"
-
-
-class Point(NamedTuple):
-    lr: float
-    score: float
-
-
-class Recorded(NamedTuple):
-    """What one scout saw and chose; learning rates are absolute."""
-
-    sweeps: list[list[Point]]
-    refined: list[Point]
-    start_score: float
-    found: float
-    diverges: float
-    peak: float
-    total_steps: int
-    steps: int
-
-    @property
-    def sweep_steps(self) -> int:
-        """A sweep takes at most a quarter of the scout's share of the run."""
-        return int(SHARE * self.total_steps) // 4
-
-    @property
-    def refined_steps(self) -> int:
-        return self.steps - len(self.sweeps) * self.sweep_steps
-
-
-def recorded() -> Recorded:
-    runs = json.loads((ROOT / "benchmarks/results/settle.json").read_text())["runs"]
-    job = {"task": TASK, "method": "hdet", "lr": LR, "seed": SEED}
-    run = next(run for run in runs if job.items() <= run["job"].items())
-    notes = run["ended"]["notes"]
-    points = _points(notes["points"])
-    first = REPLICAS - REPEATED if len(points) > REPLICAS else REPLICAS
-    return Recorded(
-        [part for part in (points[:first], points[first:]) if part],
-        _points(notes["close"]),
-        notes["outset"],
-        notes["found"] * LR,
-        notes["explosion"] * LR,
-        run["ended"]["lr"],
-        run["job"]["steps"],
-        notes["steps"],
-    )
-
-
-def _points(rows: Sequence[Sequence[Any]]) -> list[Point]:
-    return [Point(factor * LR, score) for factor, score, *_ in rows if score is not None]
+SCORE, GAINS, PRIOR, CHOICE, DANGER = "#1c7ed6", "#0b7285", "#f08c00", "#d6336c", "#c92a2a"
 
 
 # Shapes -----------------------------------------------------------------------------------------
@@ -120,156 +75,174 @@ def lr_text(lr: float) -> str:
     return f"{lr:.1e}".replace("e-0", "e-")
 
 
-# Figure 1: the phases on a time line ------------------------------------------------------------
+def path(points: Sequence[tuple[float, float]], stroke: str, width: float = 2) -> str:
+    steps = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<path d="M{steps}" fill="none" stroke="{stroke}" stroke-width="{width}"/>'
 
 
-class Phase(NamedTuple):
-    name: str
-    steps: int
-    colour: str
-    lowest: float
-    highest: float
+# The evidence of a search -----------------------------------------------------------------------
 
 
-def phases_of(scout: Recorded) -> list[Phase]:
-    names = ("Sweep", "Second sweep")
-    colours = (SWEEP, SECOND)
-    # The record keeps the later score of a learning rate that two sweeps have tried.
-    ends = [part[REPEATED - 1].lr for part in scout.sweeps[1:]] + [scout.sweeps[-1][-1].lr]
-    sweeps = [
-        Phase(name, scout.sweep_steps, colour, points[0].lr, end)
-        for name, colour, points, end in zip(names, colours, scout.sweeps, ends, strict=False)
-    ]
-    first, last = scout.refined[0].lr, scout.refined[-1].lr
-    return [*sweeps, Phase("Refinement", scout.refined_steps, REFINED, first, last)]
+class Recorded(NamedTuple):
+    """The scores of a recorded sweep, and what the present search says to them."""
+
+    points: list[Observation]
+    start: float
+    prior: Prior
+    divergence: float | None
+    chosen: Estimate
 
 
-def phases_figure(scout: Recorded) -> str:
-    """Every round starts from the same weights; the run then starts from them too."""
-    top, lanes, wide = 88, 112, 440.0
-    parts = [text(LEFT, 26, "One scout of a run of 1500 steps, eight replicas", size=14)]
-    x, step = float(LEFT), 0
-    for phase in phases_of(scout):
-        width = wide * phase.steps / scout.steps
-        parts += _phase(phase, x, width, top, lanes)
-        parts += [text(x, top + lanes + 20, str(step), "middle", SOFT)]
-        parts += [line(x, top - 4, x, top + lanes + 6, INK, "3 3")]
-        x, step = x + width, step + phase.steps
-    parts += [line(x, top - 4, x, top + lanes + 6, INK, "3 3")]
-    parts += [text(x, top + lanes + 20, str(step), "middle", SOFT)]
-    rest = WIDE - RIGHT - x - 4
-    parts += [box(x + 4, top, rest, lanes - 4, CHOICE)]
-    parts += [text(x + 4 + rest / 2, top + 48, "The run", "middle", "white", 14)]
-    told = f"peak learning rate {lr_text(scout.peak)}"
-    parts += [text(x + 4 + rest / 2, top + 68, told, "middle", "white")]
-    parts += [text(WIDE - RIGHT, top + lanes + 20, str(scout.total_steps), "end", SOFT)]
-    parts += [text(LEFT, top + lanes + 44, "Training step (the run is not to scale)", fill=SOFT)]
-    parts += [text(LEFT, top + lanes + 64, _legend(), fill=SOFT)]
-    return picture(top + lanes + 82, "The phases of a scout on a time line", parts)
+def recorded() -> Recorded:
+    runs = json.loads((ROOT / "benchmarks/results/settle.json").read_text())["runs"]
+    job = {"task": TASK, "method": "hdet", "lr": LR, "seed": SEED}
+    notes = next(run for run in runs if job.items() <= run["job"].items())["ended"]["notes"]
+    points, start = sorted(Observation(*row) for row in notes["points"]), notes["outset"]
+    known = prior_of("AdamW", num_parameters=NUM_PARAMETERS)
+    assert known is not None
+    prior = known._replace(mean=known.mean - math.log10(LR))
+    chosen = estimate(Observations(points, start), SearchContext(prior, PEAK_OVER_MEAN))
+    return Recorded(points, start, prior, divergence_of(points, start), chosen)
 
 
-def _legend() -> str:
-    return "Dashed line: all replicas restore the snapshot of the first weights. Bar: one replica."
+def evidence_figure(scout: Recorded) -> str:
+    """Above, the score of each learning rate; below, what each piece of evidence says."""
+    low, high = math.log10(scout.points[0].factor) - 0.2, math.log10(scout.points[-1].factor) + 0.2
 
+    def across(log: float) -> float:
+        return LEFT + (log - low) / (high - low) * (WIDE - LEFT - RIGHT)
 
-def _phase(phase: Phase, x: float, width: float, top: int, lanes: int) -> list[str]:
-    lane = lanes / REPLICAS
-    parts = [text(x + 4, top - 26, phase.name, fill=phase.colour)]
-    rates = f"{lr_text(phase.lowest)} to {lr_text(phase.highest)}"
-    parts += [text(x + 4, top - 11, rates, fill=SOFT, size=10)]
-    for replica in range(REPLICAS):
-        opacity = 0.25 + 0.75 * replica / (REPLICAS - 1)
-        bar = box(x + 4, top + replica * lane, width - 8, lane - 4, phase.colour)
-        parts += [f'<g opacity="{opacity:.2f}">{bar}</g>']
-    return parts
-
-
-# Figure 2: scores against the learning rate -----------------------------------------------------
-
-
-class Axes(NamedTuple):
-    across: Callable[[float], float]
-    down: Callable[[float], float]
-    top: int
-    bottom: int
-
-
-def axes_of(scout: Recorded) -> Axes:
-    points = [point for part in (*scout.sweeps, scout.refined) for point in part]
-    left, right = math.log10(min(points).lr) - 0.2, math.log10(max(points).lr) + 0.2
-    low = math.log(min(point.score for point in points)) - 0.15
-    high = math.log(max(point.score for point in points)) + 0.15
-    top, bottom = 48, 330
-
-    def across(lr: float) -> float:
-        return LEFT + (math.log10(lr) - left) / (right - left) * (WIDE - LEFT - RIGHT)
-
-    def down(score: float) -> float:
-        return top + (high - math.log(score)) / (high - low) * (bottom - top)
-
-    return Axes(across, down, top, bottom)
-
-
-def scores_figure(scout: Recorded) -> str:
-    axes = axes_of(scout)
-    parts = [text(LEFT, 26, "Score of each learning rate (probe loss, lower is better)", size=14)]
-    parts += _grid(scout, axes)
-    parts += _levels(scout, axes)
-    for colour, points in zip((SWEEP, SECOND), scout.sweeps, strict=False):
-        parts += [dot(axes.across(lr), axes.down(score), colour) for lr, score in points]
-    parts += [dot(axes.across(lr), axes.down(score), REFINED) for lr, score in scout.refined]
-    parts += _key(len(scout.sweeps), axes.bottom + 58)
-    return picture(axes.bottom + 74, "Scores against the logarithm of the learning rate", parts)
-
-
-def _grid(scout: Recorded, axes: Axes) -> list[str]:
-    first, last = scout.sweeps[0][0].lr, scout.sweeps[-1][-1].lr
-    parts = []
-    for power in range(math.ceil(math.log10(first)), math.floor(math.log10(last)) + 1):
-        x = axes.across(10.0**power)
-        parts += [line(x, axes.top, x, axes.bottom)]
-        parts += [text(x, axes.bottom + 18, f"1e{power}", "middle", SOFT)]
-    for score in (4, 8, 16, 32, 64):
-        y = axes.down(score)
-        parts += [line(LEFT, y, WIDE - RIGHT, y), text(LEFT - 8, y + 4, str(score), "end", SOFT)]
+    parts = [text(LEFT, 26, "Score of each learning rate after a short round", size=14)]
+    parts += _scores(scout, across, 48, 200)
+    parts += [text(LEFT, 250, "What each piece of evidence says", size=14)]
+    parts += _beliefs(scout, across, (low, high), 262, 372)
+    for power in range(math.ceil(low + math.log10(LR)), math.floor(high + math.log10(LR)) + 1):
+        x = across(power - math.log10(LR))
+        parts += [line(x, 48, x, 200), line(x, 262, x, 372)]
+        parts += [text(x, 392, f"1e{power}", "middle", SOFT)]
+    x = across(math.log10(scout.chosen.factor))
+    told = f"peak of the run {LR * scout.chosen.factor:.1e}".replace("e-0", "e-")
+    parts += [line(x, 48, x, 372, CHOICE), text(x + 6, 60, told, fill=CHOICE)]
     middle = (LEFT + WIDE - RIGHT) / 2
-    return [*parts, text(middle, axes.bottom + 36, "learning rate", "middle", SOFT)]
+    parts += [text(middle, 412, "learning rate", "middle", SOFT)]
+    return picture(426, "Scores of a sweep, and the evidence of the scout", parts)
 
 
-def _levels(scout: Recorded, axes: Axes) -> list[str]:
-    best = min(point.score for point in scout.refined)
-    nearly = best + NEARLY * (scout.start_score - best)
-    y = axes.down(scout.start_score)
+def _scores(scout: Recorded, across: Callable[[float], float], top: int, bottom: int) -> list[str]:
+    known = [(math.log10(p.factor), math.log(p.score)) for p in scout.points if p.score is not None]
+    levels = [level for _, level in known]
+    low, high = min(levels) - 0.15, max(levels) + 0.15
+
+    def down(level: float) -> float:
+        return top + (high - level) / (high - low) * (bottom - top)
+
+    y = down(math.log(scout.start))
     parts = [line(LEFT, y, WIDE - RIGHT, y, INK, "6 4")]
-    parts += [text(LEFT + 6, y - 8, "score before the first step")]
-    y = axes.down(nearly)
-    parts += [line(axes.across(1e-4), y, axes.across(2e-2), y, REFINED, "6 4")]
-    parts += [text(axes.across(1e-4) - 6, y + 4, "93 % of the best gain", "end", REFINED)]
-    for lr, name, colour, anchor, height in (
-        (scout.found, f"choice {lr_text(scout.found)}", CHOICE, "end", 150),
-        (scout.peak, f"peak of the run {lr_text(scout.peak)}", CHOICE, "end", 110),
-        (scout.diverges, f"divergence threshold {lr_text(scout.diverges)}", DANGER, "end", 70),
-    ):
-        x = axes.across(lr)
-        parts += [line(x, height, x, axes.bottom, colour)]
-        parts += [text(x - 6, height + 8, name, anchor, colour)]
+    parts += [text(WIDE - RIGHT, y - 8, "score before the first step", "end")]
+    parts += [dot(across(log), down(level), SCORE) for log, level in known]
+    if scout.divergence is not None:
+        x = across(math.log10(scout.divergence))
+        parts += [line(x, top, x, bottom, DANGER, "6 4")]
+        parts += [text(x - 6, top + 30, "divergence threshold", "end", DANGER)]
     return parts
 
 
-def _key(num_sweeps: int, y: float) -> list[str]:
-    sweeps = [("sweep", SWEEP), ("second sweep", SECOND)][:num_sweeps]
+def _beliefs(
+    scout: Recorded,
+    across: Callable[[float], float],
+    ends: tuple[float, float],
+    top: int,
+    bottom: int,
+) -> list[str]:
+    beliefs = {
+        "usual learning rates": (Belief(*scout.prior), PRIOR),
+        "gains": (belief_of_gains(scout.points, scout.start), GAINS),
+        "divergence": (belief_of_divergence(scout.divergence), DANGER),
+    }
     parts, x = [], float(LEFT)
-    for name, colour in [*sweeps, ("refinement", REFINED)]:
-        parts += [dot(x, y - 4, colour), text(x + 10, y, name)]
-        x += 40 + 7 * len(name)
-    return parts
+    for name, (belief, colour) in beliefs.items():
+        if belief is None:
+            continue
+        places = [ends[0] + (ends[1] - ends[0]) * step / 200 for step in range(201)]
+        heights = [math.exp(-0.5 * ((at - belief.mean) / belief.error) ** 2) for at in places]
+        points = [
+            (across(at), bottom - (bottom - top) * 0.25 * height / belief.error)
+            for at, height in zip(places, heights, strict=True)
+        ]
+        parts += [path(points, colour), dot(x + 300, 246, colour), text(x + 310, 250, name)]
+        x += 36 + 7 * len(name)
+    return [*parts, line(LEFT, bottom, WIDE - RIGHT, bottom, SOFT)]
+
+
+# The ceiling of a guard -------------------------------------------------------------------------
+
+CYCLES, STABLE = 60, 0.3
+"""The example run has so many cycles, and diverges above this learning rate."""
+
+
+class Cycle(NamedTuple):
+    lr: float
+    ceiling: float
+    has_failed: bool
+
+
+def planned(cycle: int) -> float:
+    """One cycle: up to 1 in 18 cycles, then down."""
+    rising = cycle / 18
+    return rising if rising < 1 else 0.5 * (1 + math.cos(math.pi * (cycle - 18) / (CYCLES - 18)))
+
+
+def guarded() -> list[Cycle]:
+    """What the monitor of the library makes of the example run."""
+    monitor, scale, cycles = GuardMonitor(hdet.Guard()), 1.0, []
+    monitor.set_first_loss(2.3, 0.02)
+    learnt = 0.0
+    for cycle in range(CYCLES):
+        lr = scale * planned(cycle)
+        loss = 9.0 if lr > STABLE else 2.3 * math.exp(-learnt)
+        has_failed = monitor.check_cycle(loss, 0.02, lr=lr) is not None
+        if has_failed:
+            ahead = scale * max(map(planned, range(cycle + 1, CYCLES)))
+            scale *= monitor.scale_factor(lr, ahead)
+        else:
+            scale *= monitor.scale_correction
+            learnt += lr
+        cycles.append(Cycle(lr, monitor.ceiling, has_failed))
+    return cycles
+
+
+def ceiling_figure(cycles: Sequence[Cycle]) -> str:
+    top, bottom = 48, 260
+
+    def at(cycle: int, lr: float) -> tuple[float, float]:
+        across = LEFT + (WIDE - LEFT - RIGHT) * cycle / (CYCLES - 1)
+        return across, bottom - (bottom - top) * lr
+
+    parts = [text(LEFT, 26, "Learning rate at each cycle", size=14)]
+    for lr in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = at(0, lr)[1]
+        parts += [line(LEFT, y, WIDE - RIGHT, y), text(LEFT - 8, y + 4, f"{lr:g}", "end", SOFT)]
+    for cycle in range(0, CYCLES, 10):
+        parts += [text(at(cycle, 0)[0], bottom + 18, str(cycle), "middle", SOFT)]
+    parts += [path([at(cycle, planned(cycle)) for cycle in range(CYCLES)], SOFT)]
+    parts += [path([at(place, one.lr) for place, one in enumerate(cycles)], SCORE)]
+    lowest = min(one.ceiling for one in cycles)
+    y = at(0, lowest)[1]
+    parts += [line(at(10, 0)[0], y, WIDE - RIGHT, y, CHOICE, "6 4")]
+    parts += [dot(*at(place, one.lr), DANGER) for place, one in enumerate(cycles) if one.has_failed]
+    parts += [text(WIDE - RIGHT, y - 6, "ceiling", "end", CHOICE)]
+    parts += [text(at(29, 0)[0], 80, "schedule without a guard", fill=SOFT)]
+    parts += [text(at(11, 0)[0], at(0, lowest)[1] - 6, "with a guard", fill=SCORE)]
+    parts += [text(at(6, 0)[0] + 10, at(0, 0.3)[1], "a cycle that fails", fill=DANGER)]
+    parts += [text((LEFT + WIDE - RIGHT) / 2, bottom + 38, "cycle", "middle", SOFT)]
+    return picture(bottom + 52, "A schedule under the ceiling of a guard", parts)
 
 
 def main() -> None:
-    scout, folder = recorded(), ROOT / "docs/assets"
+    folder = ROOT / "docs/assets"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scout-phases.svg").write_text(phases_figure(scout))
-    (folder / "scout-scores.svg").write_text(scores_figure(scout))
+    (folder / "scout-evidence.svg").write_text(evidence_figure(recorded()))
+    (folder / "guard-ceiling.svg").write_text(ceiling_figure(guarded()))
 
 
 if __name__ == "__main__":

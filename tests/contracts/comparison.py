@@ -94,15 +94,15 @@ def _modern(value: Any) -> Any:
         return value
     if "schema" not in value:
         return {key: _modern(entry) for key, entry in value.items()}
-    return _with_reasons(_without_nulls(modernise(value)), is_old=value["schema"] == 1)
+    return _with_reasons(_without_nulls(modernise(value)))
 
 
-def _with_reasons(line: dict[str, Any], *, is_old: bool) -> dict[str, Any]:
+def _with_reasons(line: dict[str, Any]) -> dict[str, Any]:
     """A line whose texts of a scout are lists of reasons, which do not depend on the wording."""
     if line["event"] != "scout":
         return line
     texts = {key: line[key] for key in SCOUT_TEXTS if key in line}
-    lists = {SCOUT_TEXTS[key]: members_of(text, old=is_old) for key, text in texts.items()}
+    lists = {SCOUT_TEXTS[key]: members_of(text) for key, text in texts.items()}
     return {key: value for key, value in line.items() if key not in texts} | lists
 
 

@@ -1,4 +1,4 @@
-"""The frozen runs. `python -m tests.contracts.frozen_runs --write` writes all files anew.
+"""The frozen runs. `python -m tests.contracts.frozen_runs --write [NAME ...]` writes files anew.
 
 They use public names alone, so that they outlast every change inside the library. Write the files
 anew only for a change of behaviour that is intended: saved states and records are those of users.
@@ -8,7 +8,7 @@ import argparse
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -242,7 +242,7 @@ RUNS: dict[str, Plan] = {
         base=partial(one_cycle, steps=80),
         optimizer=adamw,
         options=fixed(
-            **SCOUTED | {"scout": replace(SCOUT, rewind=False, batch_rule="linear")},
+            **SCOUTED | {"scout": replace(SCOUT, rewind=False)},
             probe=held_out_error,
         ),
         every=4,
@@ -368,11 +368,15 @@ class Saved(NamedTuple):
 STATES: dict[str, Saved] = {
     "mid-cycle": Saved("tracker-with-probe", 28, 20),
     "mid-scout": Saved("scout-with-probe", 8, 40),
+    "mid-sweep": Saved("scout-with-probe", 8, 40),
     "guard-has-lowered": Saved("guard-after-a-spike", 37, 20),
+    "guard-has-a-ceiling": Saved("guard-after-a-spike", 57, 20),
     "paper-with-velocity": Saved("paper-stacked", 42, 20),
     "several-knobs": Saved("several-knobs", 32, 20),
     "checkpoint": Saved("paper-processes", 42, 20, checkpoint=True),
 }
+"""`mid-scout` and `guard-has-lowered` are states of an older search and guard: the search starts
+over, and the guard goes on."""
 
 RECORDS = [
     "paper-stacked",
@@ -561,12 +565,30 @@ def write_all() -> None:
                     shutil.copy(Path(folder) / "record.jsonl", record_folder(name))
         for name, saved in STATES.items():
             on_every_process(pool, saved.run, save, name)
-            told = on_every_process(pool, saved.run, go_on, name)
-            comparison.write(frozen_path("state", name), told)
+            write_state(pool, name)
         with lighthouse() as address:
             comparison.write(frozen_path("run", "torchft"), pool(2, play_elastic, address))
     for name in RECORDS:
         write_record(name)
+
+
+def write_some(names: Sequence[str]) -> None:
+    """Write what some runs and saved states lead to. Records and saved states stay; a new state is
+    saved."""
+    with started() as pool, tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if name in RUNS:
+                told = replay(pool, name, Path(folder) / name)
+                comparison.write(frozen_path("run", name), told)
+                continue
+            if not state_path(name).exists():
+                on_every_process(pool, STATES[name].run, save, name)
+            write_state(pool, name)
+
+
+def write_state(pool: Processes, name: str) -> None:
+    told = on_every_process(pool, STATES[name].run, go_on, name)
+    comparison.write(frozen_path("state", name), told)
 
 
 def write_record(name: str) -> None:
@@ -580,8 +602,11 @@ def write_record(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", required=True, help="write all files anew")
-    parser.parse_args()
-    write_all()
+    parser.add_argument("names", nargs="*", help="these runs and states alone")
+    names = parser.parse_args().names
+    if unknown := set(names) - RUNS.keys() - STATES.keys():
+        parser.error(f"names must be those of runs or states, got {sorted(unknown)}")
+    write_some(names) if names else write_all()
 
 
 if __name__ == "__main__":

@@ -46,29 +46,22 @@ def test_differences_are_found() -> None:
     assert len(list(comparison.differences(want, {**want, "lrs": []}))) == 1
 
 
-def scout_line(schema: int, reason: str, why: str) -> dict[str, object]:
-    key = "why" if schema == 1 else "factor_reason"
-    return {"schema": schema, "event": "scout", "step": 4, "reason": reason, key: why}
+def scout_line(reason: str, why: str) -> dict[str, object]:
+    return {"schema": 2, "event": "scout", "step": 4, "reason": reason, "factor_reason": why}
 
 
 def test_frozen_check_finds_a_swapped_reason_of_the_scout() -> None:
-    want = scout_line(
-        1,
-        "the lowest that gains nearly as much as the best, tried closely, lowered, since there was "
-        "no time for longer rounds",
-        "100 times it is no reason to change it",
-    )
-    nearly = [Reason.NEARLY_BEST, Reason.REFINED, Reason.LOWERED_FOR_LONGER_ROUNDS]
+    ended = [Reason.SWEPT, Reason.BEST_NOT_IN_LAST_ROUND]
     kept = describe([Reason.GIVEN_IS_KEPT], declined=100.0)
-    comparison.check([want], [scout_line(2, describe(nearly), kept)])
-    swapped = describe([Reason.HIGHEST_IS_BEST, *nearly[1:]])
+    want = scout_line(describe(ended), kept)
+    comparison.check([want], [scout_line(describe(ended), kept)])
     for reason, why in (
-        (swapped, kept),
-        (describe(nearly[:2]), kept),
-        (describe(nearly), describe([Reason.FOUND])),
-        (describe(nearly), describe([Reason.GIVEN_IS_KEPT], declined=10.0)),
+        (describe([Reason.NO_TIME, *ended[1:]]), kept),
+        (describe(ended[:1]), kept),
+        (describe(ended), describe([Reason.FOUND])),
+        (describe(ended), describe([Reason.GIVEN_IS_KEPT], declined=10.0)),
     ):
         with pytest.raises(AssertionError, match="differ"):
-            comparison.check([want], [scout_line(2, reason, why)])
+            comparison.check([want], [scout_line(reason, why)])
     with pytest.raises(ValueError, match="no reason has the text"):
-        comparison.check([want], [scout_line(2, "another text", kept)])
+        comparison.check([want], [scout_line("another text", kept)])

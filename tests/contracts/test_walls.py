@@ -132,7 +132,8 @@ def test_both_schedulers_declare_shared_options_alike() -> None:
     drop_in = inspect.signature(hdet.OneCycleHDET).parameters
     shared = [name for name in ours if name in drop_in and name != "total_steps"]
     assert shared == [name for name in drop_in if name in ours and name != "total_steps"]
-    assert set(ours) - set(shared) == {"base", "preset", "controller", "design", "total_steps"}
+    own = {"base", "preset", "controller", "design", "lr_bounds", "total_steps"}
+    assert set(ours) - set(shared) == own
     for name in shared:
         if name not in ("spread", "sync_every", "scout", "guard"):
             assert ours[name] == drop_in[name]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet.lr_search.constants import (
-    BEST_OVER_PEAK,
+    BEST_UNDER_PEAK,
     CAUTION,
     DIVERGENCE_ERROR,
     DIVERGENCE_OVER_BEST,
@@ -76,20 +76,20 @@ def test_combined_mean_lies_between_prior_and_belief(
 @pytest.mark.parametrize("top", [-4.0, 4.0])
 def test_prior_that_is_contradicted_by_four_decades_gives_way(top: float) -> None:
     found = estimate(Observations(bell(top, by=top), 1.0), SearchContext(PRIOR))
-    assert mean_of(found) == pytest.approx(top + BEST_OVER_PEAK, abs=0.15)
+    assert mean_of(found) == pytest.approx(top - BEST_UNDER_PEAK, abs=0.15)
     assert found.shares["gains"] > 0.9
     assert found.reason is Reason.FOUND
 
 
 def test_gains_near_the_prior_are_combined_with_it() -> None:
     found = estimate(Observations(bell(0.5), 1.0), SearchContext(PRIOR))
-    assert 0.2 < mean_of(found) < 0.5 + BEST_OVER_PEAK
+    assert 0.2 < mean_of(found) < 0.5 - BEST_UNDER_PEAK
     assert found.shares["gains"] > found.shares["prior"] > 0.2
 
 
 def test_gains_without_a_prior_decide_alone() -> None:
     found = estimate(Observations(bell(-1.0), 1.0), SearchContext())
-    assert mean_of(found) == pytest.approx(-1.0 + BEST_OVER_PEAK, abs=0.03)
+    assert mean_of(found) == pytest.approx(-1.0 - BEST_UNDER_PEAK, abs=0.03)
     assert math.log10(found.within) == pytest.approx(GAIN_ERROR, rel=0.05)
     assert not found.is_guess
 
@@ -264,7 +264,7 @@ def test_constant_in_the_scores_only_changes_how_much_the_gains_count(shift: flo
     plain = estimate(Observations(bell(1.0), 1.0), SearchContext(PRIOR))
     other = estimate(Observations(shifted, 1.0 + shift), SearchContext(PRIOR))
     assert (other.shares["gains"] < plain.shares["gains"]) is (shift > 0)
-    assert 0 < mean_of(other) < 1.0 + BEST_OVER_PEAK
+    assert 0 < mean_of(other) < 1.0 - BEST_UNDER_PEAK
 
 
 def test_start_at_a_plateau_counts_less_than_one_that_gains() -> None:
@@ -286,7 +286,7 @@ def errors_of_searches(noise: float, gain: float, num: int) -> list[float]:
     errors = []
     for _ in range(num):
         best = chance.gauss(0, PRIOR_ERROR)
-        top = best - BEST_OVER_PEAK + chance.gauss(0, GAIN_ERROR)
+        top = best + BEST_UNDER_PEAK + chance.gauss(0, GAIN_ERROR)
         edge = best + DIVERGENCE_OVER_BEST + chance.gauss(0, DIVERGENCE_ERROR)
 
         def score(lr: float, top: float = top, edge: float = edge) -> float | None:

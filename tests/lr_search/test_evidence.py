@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet.lr_search.constants import (
-    BEST_OVER_PEAK,
+    BEST_UNDER_PEAK,
     DIVERGENCE_ERROR,
     DIVERGENCE_OVER_BEST,
     GAIN_ERROR,
@@ -38,7 +38,7 @@ def test_parabola_of_gains_peaks_at_its_top(top: float) -> None:
     peak, belief = gain_peak(points, 1.0), belief_of_gains(points, 1.0)
     assert peak is not None and belief is not None
     assert peak.log_lr == pytest.approx(top, abs=0.02)
-    assert belief.mean == pytest.approx(top + BEST_OVER_PEAK, abs=0.02)
+    assert belief.mean == pytest.approx(top - BEST_UNDER_PEAK, abs=0.02)
     assert peak.share == pytest.approx(0.5)
 
 
@@ -113,7 +113,7 @@ def test_scores_of_any_size_have_a_peak_and_a_divergence(start: float) -> None:
 
     belief = belief_of_gains(points_of(score), start)
     assert belief is not None
-    assert belief.mean == pytest.approx(BEST_OVER_PEAK, abs=0.1)
+    assert belief.mean == pytest.approx(-BEST_UNDER_PEAK, abs=0.1)
     assert divergence_of(points_of(score), start) == pytest.approx(10**0.875)
 
 

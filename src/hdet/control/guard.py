@@ -4,12 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from hdet._validation import check_flag, check_integer, check_positive, check_range
+from hdet.control.guard_history import state_of_spike_guard
+from hdet.control.loss_level import Level, level_of
+from hdet.control.replica_health import outliers
 
-LEVEL_CYCLES, NOISE_CYCLES = 5, 20
-"""The level of the loss is the median of so many good cycles, their noise that of so many."""
+NOISE_CYCLES = 20
+"""The noise of good cycles is the median of so many."""
 MAX_NOISE_RATIO = 3.0
 """The noise of a failing cycle counts up to this many times that of the good ones."""
 UNSURE = 1.5
@@ -30,12 +33,6 @@ MAX_POWER = 2
 NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
 """After this many rollbacks in a row the learning rate moves nothing any more. A loss that then
 differs from the one before by less than this share of its rise does not come from it."""
-OUTLIER_DEVIATIONS = 6.0
-"""An outlier lies this many standard deviations above the other replicas."""
-MIN_REPLICAS_FOR_OUTLIERS = 4
-"""Fewer replicas do not show which one is the outlier."""
-MAD_TO_DEVIATION = 1.4826
-"""The standard deviation over the median absolute deviation, of a normal distribution."""
 RELIEF = "not the learning rate, or not all of it: it is raised again"
 TOLERANCE_GROWTH = 4.0
 """The limits grow by this factor each time that the data has changed."""
@@ -82,13 +79,6 @@ class Guard:
         check_range("lower", self.lower, least=1e-6, below=1)
         check_integer("retries", self.retries, at_least=1)
         check_flag("offload", self.offload)
-
-
-class Level(NamedTuple):
-    """A mean loss and its standard error."""
-
-    loss: float
-    error: float
 
 
 class GuardMonitor:
@@ -219,20 +209,8 @@ class GuardMonitor:
         self, losses: Sequence[float | None], errors: Sequence[float | None]
     ) -> dict[int, str]:
         """The replicas whose losses lie far above those of the others, each with a text."""
-        known = {r: loss for r, loss in enumerate(losses) if loss is not None}
-        known = {r: loss for r, loss in known.items() if math.isfinite(loss)}
-        if len(known) < MIN_REPLICAS_FOR_OUTLIERS:
-            return {}
-        middle = median(known.values())
-        scatter = MAD_TO_DEVIATION * median(abs(loss - middle) for loss in known.values())
-        own = median([error for error in errors if error is not None] or [0.0])
-        share = self._guard.share * self._gain() or UNGAINED_SHARE * abs(middle)
-        limit = middle + max(OUTLIER_DEVIATIONS * max(scatter, own), share)
-        return {
-            replica: f"loss {loss:.4g} lies far above {middle:.4g}, that of the others"
-            for replica, loss in known.items()
-            if loss > limit
-        }
+        share = self._guard.share * self._gain()
+        return outliers(losses, errors, lambda middle: share or UNGAINED_SHARE * abs(middle))
 
     def _reason(self, loss: float, error: float | None, vanished: float) -> str | None:
         if not math.isfinite(loss):
@@ -290,10 +268,7 @@ class GuardMonitor:
     def _record_good(self, cycle: Level, lr: float) -> None:
         self._first = cycle if self._first is None else self._first
         self._recent = [*self._recent, cycle][-NOISE_CYCLES:]
-        level = cycle
-        if len(self._recent) > 2:  # the lowest of single noisy losses would be too low
-            last = self._recent[-LEVEL_CYCLES:]
-            level = Level(median(one.loss for one in last), median(one.error for one in last))
+        level = level_of(self._recent)
         self.is_best = cycle.loss < min(self._lowest_loss, self._first.loss + self._first.error)
         self._lowest_loss = min(self._lowest_loss, cycle.loss)
         if self._best is None or level.loss < self._best.loss:
@@ -359,7 +334,7 @@ class GuardMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, also from one of the guard before there was a ceiling."""
-        state = state_of_spike_guard(state) if "good" in state else state
+        state = state_of_spike_guard(state, SPARE_EVERY) if "good" in state else state
         self._recent = [Level(*level) for level in state["recent"]]
         self._best = None if state["best"] is None else Level(*state["best"])
         self._lowest_loss = state["lowest"]
@@ -372,26 +347,3 @@ class GuardMonitor:
         self._lowered_by = state["lowered_by"]
         probation, self._has_had_probation = state["probation"]
         self._probation = list(probation)
-
-
-def state_of_spike_guard(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a monitor, from one that was saved before guards had a ceiling."""
-    good, errors = list(state["good"]), list(state.get("errors", []))
-    noise = median(errors) if errors else 0.0
-    recent = [[loss, noise] for loss in good]
-    first = state["first"]
-    return {
-        "recent": recent,
-        "best": [median(good[-LEVEL_CYCLES:]), noise] if good else None,
-        "lowest": min(good, default=math.inf),
-        "first": None if first is None else [first, state.get("first_error", 0.0)],
-        "new_level": False,
-        "ceiling": math.inf,
-        "tolerance": [False, 1.0],
-        "survived": 0.0,
-        "rollbacks": state["in_a_row"],
-        "last_bad": state.get("last"),
-        "spared": [False, SPARE_EVERY],
-        "lowered_by": state.get("lowered", 1.0),
-        "probation": [[], False],
-    }

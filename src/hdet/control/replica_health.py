@@ -1,8 +1,16 @@
 """Which replicas are healthy enough to be averaged. Plain Python, the same on every process."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
+
+OUTLIER_DEVIATIONS = 6.0
+"""An outlier lies this many standard deviations above the other replicas."""
+MIN_REPLICAS_FOR_OUTLIERS = 4
+"""Fewer replicas do not show which one is the outlier."""
+MAD_TO_DEVIATION = 1.4826
+"""The standard deviation over the median absolute deviation, of a normal distribution."""
 
 
 class ReplicasLost(RuntimeError):
@@ -66,3 +74,29 @@ def _no_replica_left(excluded: dict[int, str], step: int) -> str:
         "the last checkpoint with a lower learning rate. With shared gradients, one non-finite "
         "gradient reaches all replicas: torch.amp.GradScaler skips such steps."
     )
+
+
+def outliers(
+    losses: Sequence[float | None],
+    errors: Sequence[float | None],
+    least: Callable[[float], float],
+) -> dict[int, str]:
+    """The replicas whose losses lie far above those of the others, each with a text.
+
+    Args:
+        losses: The loss of each replica; None where there is none.
+        errors: The standard error of each loss.
+        least: How far above the median of the losses an outlier lies, at least.
+    """
+    known = {r: loss for r, loss in enumerate(losses) if loss is not None and math.isfinite(loss)}
+    if len(known) < MIN_REPLICAS_FOR_OUTLIERS:
+        return {}
+    middle = median(known.values())
+    scatter = MAD_TO_DEVIATION * median(abs(loss - middle) for loss in known.values())
+    own = median([error for error in errors if error is not None] or [0.0])
+    limit = middle + max(OUTLIER_DEVIATIONS * max(scatter, own), least(middle))
+    return {
+        replica: f"loss {loss:.4g} lies far above {middle:.4g}, that of the others"
+        for replica, loss in known.items()
+        if loss > limit
+    }

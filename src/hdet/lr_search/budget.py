@@ -15,7 +15,7 @@ def sweep_steps(scout: Scout, total_steps: int | None, num_replicas: int) -> int
     """Steps of a round. A sweep takes at most half of the budget, or all of it in a short run.
 
     >>> sweep_steps(Scout(), 1500, 8), sweep_steps(Scout(), 300, 8), sweep_steps(Scout(), 600, 2)
-    (8, 4, 4)
+    (8, 4, 3)
     """
     if scout.steps is not None:
         return scout.steps

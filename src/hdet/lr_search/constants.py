@@ -1,7 +1,8 @@
 """Every constant of the learning-rate search, with its source.
 
-Logarithms are to base 10. "Fitted" means: by `python -m benchmarks.zoo.zoo_fit` on the setting half of
-the zoo (benchmarks/results/zoo_fit.json). All others are choices, or come from what they name.
+Logarithms are to base 10. "Fitted" means: by `python -m benchmarks.zoo.zoo_fit` on the setting
+half of the zoo (benchmarks/results/zoo_fit.json). All others are choices, or come from what they
+name.
 """
 
 # What is tried.

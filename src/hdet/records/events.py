@@ -1,8 +1,7 @@
 """The schema of a record: one class for each event, used by the writer and by the reader.
 
-Plain Python, no torch. The scheduler builds events from named values. The names of the fields are
-the keys of the JSON lines, and `codec` converts in both directions. A field that is renamed gets an
-entry in `codec.RENAMED`, so that old records can still be read.
+Plain Python, no torch. The names of the fields are the keys of the JSON lines, and `codec` converts
+in both directions. A renamed field gets an entry in `codec.RENAMED`, for older records.
 """
 
 from collections.abc import Mapping
@@ -269,15 +268,15 @@ class SearchEvent(Event):
         mid_run: Whether the search began in mid-run, around the learning rate of that moment.
         compared_by: What replicas are compared by: `probe`, `held out` or `losses`.
         points: The learning rates of the first rounds.
-        refined: Records of before 0.1: learning rates around a first choice.
-        noise: Records of before 0.1: the gradient noise, relative to the gradient.
+        refined: In older records, the learning rates around a first choice.
+        noise: In older records, the gradient noise, relative to the gradient.
         reference_lrs: For each parameter group the learning rate that a factor of 1 stands for.
-        found: Records of before 0.1: the factor for the batch of one replica.
+        found: In older records, the factor for the batch of one replica.
         factor: The factor that the run continues with; none before the last round.
         factor_reason: Why it continues with that factor.
         within: The best factor probably lies within this factor of it.
         shares: Evidence (`prior`, `gains`, `divergence`) -> its share in the decision.
-        lowest_lost: Records of before 0.1: the lowest factor whose score was not finite.
+        lowest_lost: In older records, the lowest factor whose score was not finite.
         divergence: The lowest factor from which the loss diverges.
         reason: Why the search ended.
     """

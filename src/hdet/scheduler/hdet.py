@@ -107,8 +107,7 @@ class HDET(RunReadings):
         record: The folder for the file `record.jsonl`, a sink, or a sequence of them. None
             writes no record.
         seed: Seed of the assignment of multipliers to replicas.
-        lr_bounds: The lowest and the highest peak learning rate that the scout may choose for the
-            first parameter group. The ratios between groups stay as they are given.
+        lr_bounds: The lowest and the highest peak that the scout may choose for the first group.
 
     Raises:
         TypeError: If an argument has the wrong type.

@@ -177,7 +177,8 @@ class Run:
     def progress_state(self) -> dict[str, Any]:
         """Return the saved form of everything but a search."""
         counted = {**self.knob_bank.state_dict(), **self.clock.state_dict()}
-        counted["found_lr"] = self.progress.found_lr
+        if self.progress.found_lr is not None:
+            counted["found_lr"] = self.progress.found_lr
         if self.good_point is not None:
             counted["guard"] = self.good_point.monitor.state_dict()
         return state.saved(self.progress.step, self.settings, self.base, counted)

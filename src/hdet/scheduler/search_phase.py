@@ -21,6 +21,7 @@ from hdet.scheduler.search_result import (
     caution_about,
     estimate_of,
     is_far_off,
+    prior_around_now,
     prior_of_run,
     result_line,
     search_event,
@@ -147,7 +148,7 @@ class SearchPhase:
             run.replicas,
             total_steps,
             rates=rates,
-            prior=prior_of_run(run, rates),
+            prior=prior_around_now(run) if trigger.is_mid_run else prior_of_run(run, rates),
             probes=run.settings.probe is not None,
             trigger=trigger,
         )

@@ -10,6 +10,7 @@ from hdet.lr_search.constants import (
     FAR_OFF_RATIO,
     GUESS_RATIO,
     MAX_PEAK_OVER_MEAN,
+    PRIOR_ERROR,
 )
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import Observation
@@ -58,13 +59,14 @@ def prior_of_run(run: Run, rates: Sequence[float]) -> Prior | None:
     return None if known is None else known._replace(mean=known.mean - math.log10(rates[place]))
 
 
+def prior_around_now(run: Run) -> Prior:
+    """Return the prior of a search in mid-run: what the run trains with, for the rest of it."""
+    return Prior(-math.log10(peak_over_mean(_shares(run, is_mid_run=True).mean)), PRIOR_ERROR)
+
+
 def estimate_of(run: Run, trial: SearchTrial) -> Estimate:
     """Return what a search that is over leads to, for the rest of the schedule."""
-    rest = shares_of_rest(run)
-    now = run.base.share_of(run.base.lrs) if trial.trigger.is_mid_run else 1.0
-    shares = ScheduleShares(1.0, 1.0)
-    if rest is not None and now:
-        shares = ScheduleShares(*(share / now for share in rest))
+    shares = _shares(run, is_mid_run=trial.trigger.is_mid_run)
     bounds = run.settings.lr_bounds or (0.0, math.inf)
     unit = trial.rates[0] or 1.0
     return trial.search.estimate(
@@ -72,6 +74,15 @@ def estimate_of(run: Run, trial: SearchTrial) -> Estimate:
         highest=shares.highest,
         bounds=(bounds[0] / unit, bounds[1] / unit),
     )
+
+
+def _shares(run: Run, *, is_mid_run: bool) -> ScheduleShares:
+    """Return the rest of the schedule in units of what the rates of the search stand for."""
+    rest = shares_of_rest(run)
+    now = run.base.share_of(run.base.lrs) if is_mid_run else 1.0
+    if rest is None or not now:
+        return ScheduleShares(1.0, 1.0)
+    return ScheduleShares(*(share / now for share in rest))
 
 
 def peak_over_mean(mean_share: float) -> float:

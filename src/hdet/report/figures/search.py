@@ -10,7 +10,6 @@ from hdet.report.plot import Plot, Trace
 from hdet.report.plotly import (
     axis,
     brief,
-    known,
     layout_of,
     look,
     rounded,
@@ -25,9 +24,7 @@ def searches(history: History) -> list[Plot | None]:
 
 def _search(history: History, event: SearchEvent) -> Plot | None:
     """The score of each learning rate that the search tried."""
-    given = known(event.reference_lrs.values())
-    single = len(event.reference_lrs) == 1 and given and given[0] > 0
-    unit = given[0] if single else 1.0
+    unit, what = _unit(event)
     tried = _rates(event.points, unit)
     points = [(rate, score) for rate, score in tried if score is not None]
     if len(points) < 2:
@@ -41,20 +38,35 @@ def _search(history: History, event: SearchEvent) -> Plot | None:
     if refined:
         traces.append(_scores("around the first choice, in longer rounds", refined, 1))
     lost = [rate for rate, score in tried if score is None]
-    found = None if event.found is None else rounded(event.found * unit)
-    what = "learning rate" if single else "times the given learning rate"
     layout = layout_of(
         axis("score", **_score_range(low, top)),
         [history],
         showlegend=bool(refined),
         hovermode="closest",
         xaxis=axis(what, rates, showline=True, ticks="outside"),
-        shapes=[_vertical_line(found)] if found else [],
+        shapes=_shapes(event, unit),
     )
     caption = _caption(event, unit, sum(score > top for score in scores), lost)
     first = event is history.scouts[0]
     title = "What the scout saw" if first else f"What it saw until step {event.step}"
     return Plot(title, caption, traces, layout)
+
+
+def _unit(event: SearchEvent) -> tuple[float, str]:
+    """The learning rate that a factor of 1 stands for, and the title of the axis."""
+    given = [(name, lr) for name, lr in event.reference_lrs.items() if lr is not None and lr > 0]
+    if not given:
+        return 1.0, "times the given learning rate"
+    name, lr = given[0]
+    is_one = len({other for _, other in given}) == 1
+    return lr, "learning rate" if is_one else f"learning rate, {shortened(name, 24)}"
+
+
+def _shapes(event: SearchEvent, unit: float) -> list[dict[str, Any]]:
+    """A line where the run goes on; older records have one where the search found its choice."""
+    chosen = event.factor if event.found is None else event.found
+    place = None if chosen is None or chosen <= 0 else rounded(chosen * unit)
+    return [] if place is None else [_vertical_line(place)]
 
 
 def _rates(points: Iterable[TriedRate], unit: float) -> list[tuple[float, float | None]]:
@@ -86,6 +98,9 @@ HOW_COMPARED = {
 }
 
 
+EVIDENCE = {"prior": "usual learning rates", "gains": "gains", "divergence": "divergence"}
+
+
 def _caption(event: SearchEvent, unit: float, num_above: int, lost: Sequence[float]) -> str:
     """What the points are, what was found, and what the run continues with."""
     how = HOW_COMPARED.get(event.compared_by, "")
@@ -96,9 +111,11 @@ def _caption(event: SearchEvent, unit: float, num_above: int, lost: Sequence[flo
         sentences.append(f"{num_above} of them lie above the frame.")
     if lost:
         sentences.append(f"At {brief(min(lost))} nothing finite was left.")
+    if event.divergence is not None:
+        sentences.append(f"Scores explode from {brief(event.divergence * unit)} on.")
     if event.found is not None:
         sentences.append(f"Chosen: {brief(event.found * unit)}, {shortened(event.reason, 120)}.")
-    elif event.factor is not None:
+    elif event.factor is not None and event.noise is not None:
         sentences.append(f"None of them was chosen: {shortened(event.reason, 120)}.")
     if event.factor is not None:
         why = f": {shortened(event.factor_reason, 120)}" if event.factor_reason else ""
@@ -106,6 +123,11 @@ def _caption(event: SearchEvent, unit: float, num_above: int, lost: Sequence[flo
         if event.mid_run:
             begins = f"From here on learning rates are {brief(event.factor)} times what they were"
         sentences.append(f"{begins}{why}.")
+    if event.within is not None:
+        sentences.append(f"The best is probably within a factor of {event.within:.2g} of it.")
+    if event.shares:
+        parts = [f"{EVIDENCE.get(k, k)} {share:.0%}" for k, share in event.shares.items()]
+        sentences.append(f"Share of each piece of evidence: {', '.join(parts)}.")
     return " ".join(sentences)
 
 
