@@ -51,8 +51,8 @@ class HDET(RunReadings):
     - The *consensus* is the mean of the replicas' weights.
 
     By default the run has a scout and a guard, and does not explore. It explores if `spread`,
-    `knobs` or a controller is given, or with `preset="paper"`. With one replica and no guard,
-    `HDET` is exactly the base schedule.
+    `knobs` or a controller is given, or with `preset="paper"`. With one replica, `scout=None` and
+    `guard=None`, `HDET` is exactly the base schedule.
 
     Example:
         >>> import torch
@@ -219,10 +219,10 @@ class HDET(RunReadings):
     def scout_again(self, scout: Scout | None = None) -> None:
         """Search for another learning rate from the next step on, for example for new data.
 
-        The replicas try learning rates around what is usual for the optimizer, or around the
-        present one if that is not known. Then the run continues from the present weights. All
-        replicas must call it. In mid-run, short trials favour learning rates that are too low:
-        use it if the learning rate is far off.
+        The replicas try learning rates around the present one. What is usual for the optimizer
+        does not count, because the run has come far with its own learning rate. Then the run
+        continues from the present weights. All replicas must call it. In mid-run, short trials
+        favour learning rates that are too low: use it if the learning rate is far off.
 
         Args:
             scout: The options of the search. None takes those of the run.

@@ -18,6 +18,7 @@ from hdet.replicas.protocol import records_calls
 from hdet.scheduler.compatibility import why_no_scout
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_result import (
+    bounds_of,
     caution_about,
     estimate_of,
     is_far_off,
@@ -267,7 +268,8 @@ class SearchPhase:
 
     def _keep_or_change(self, trial: SearchTrial, estimate: Estimate) -> Estimate:
         """With `scout="restart"`, keep the given learning rate unless it is far off."""
-        if not trial.keeps_given_lr or is_far_off(estimate):
+        low, high = bounds_of(self._run, trial)
+        if not trial.keeps_given_lr or is_far_off(estimate) or not low <= 1.0 <= high:
             return estimate
         return Estimate(
             1.0, Reason.GIVEN_IS_KEPT, estimate.within, estimate.shares, declined=estimate.factor
