@@ -124,7 +124,6 @@ def test_block_calls_hdet_as_its_signatures_allow(block: Block) -> None:
     assert attributes_of_hdet(source) <= set(hdet.__all__)
 
 
-@pytest.mark.filterwarnings("ignore:scout disabled. it needs several replicas:UserWarning")
 @pytest.mark.parametrize(
     "block", [block for block in python_blocks() if can_run(block)], ids=lambda block: block.name
 )

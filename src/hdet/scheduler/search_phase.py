@@ -22,6 +22,7 @@ from hdet.scheduler.search_result import (
     caution_about,
     estimate_of,
     is_far_off,
+    peak_of,
     prior_around_now,
     prior_of_run,
     result_line,
@@ -260,8 +261,8 @@ class SearchPhase:
             run.log.info(result_line(trial, estimate))
             if caution := caution_about(trial, estimate):
                 run.log.warn_once(f"scout at {run.progress.step}", caution)
+            run.progress.found_lr = peak_of(run, trial) * estimate.factor
             run.knob_bank.rescale(estimate.factor)
-            run.progress.found_lr = trial.rates[0] * estimate.factor
             run.clock.scouted(run.progress.step)
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))

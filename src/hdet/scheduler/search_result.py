@@ -79,9 +79,14 @@ def bounds_of(run: Run, trial: SearchTrial) -> tuple[float, float]:
     if run.settings.lr_bounds is None:
         return 0.0, math.inf
     low, high = run.settings.lr_bounds
-    peaks = run.knob_bank.lrs(run.base.peaks) if trial.trigger.is_mid_run else trial.rates
-    unit = peaks[0] or 1.0
+    unit = peak_of(run, trial) or 1.0
     return low / unit, high / unit
+
+
+def peak_of(run: Run, trial: SearchTrial) -> float:
+    """Return the peak of the first group that a factor of 1 stands for, before a rescaling."""
+    is_mid_run = trial.trigger.is_mid_run
+    return run.knob_bank.lrs(run.base.peaks)[0] if is_mid_run else trial.rates[0]
 
 
 def _shares(run: Run, *, is_mid_run: bool) -> ScheduleShares:
