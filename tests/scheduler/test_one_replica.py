@@ -53,6 +53,10 @@ def loss(run: SmallRun) -> float:
         return float(loss_of(run.bare, batch(10**6, 0)))
 
 
+def weights(run: SmallRun) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(run.bare.parameters()).detach().clone()
+
+
 def found_lr(run: SmallRun) -> float:
     while run.scheduler.is_scouting:
         run.step()
@@ -79,14 +83,52 @@ def test_single_replica_tries_a_sweep_within_the_share_and_restores_its_weights(
     tmp_path: Path,
 ) -> None:
     run = run_at(GOOD, record=tmp_path)
-    before = nn.utils.parameters_to_vector(run.bare.parameters()).detach().clone()
+    before = weights(run)
     found_lr(run)
     assert run.scheduler.last_epoch <= hdet.Scout().share * TOTAL
-    assert torch.equal(nn.utils.parameters_to_vector(run.bare.parameters()), before)
+    assert torch.equal(weights(run), before)
     assert not run.optimizer.state
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     points = [line for line in lines if line["event"] == "scout"][-1]["points"]
     assert len(points) >= SWEEP_POINTS
+
+
+@pytest.mark.filterwarnings("ignore:the scout:UserWarning")
+def test_probe_scores_a_single_replica_on_the_same_data_in_all_rounds(tmp_path: Path) -> None:
+    run = run_at(GOOD, Unknown, probe=score, scout=hdet.Scout(decades=12), record=tmp_path)
+    with torch.no_grad():
+        start = float(score(run.bare))
+    found_lr(run)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["event"] == "scout"][-1]
+    assert last["compared_by"] == "probe"
+    lowest = last["points"][0]  # so low a learning rate does not change the score
+    assert lowest["score"] == pytest.approx(start, rel=1e-6)
+
+
+def test_checkpoint_in_a_search_holds_the_weights_of_its_start() -> None:
+    run = run_at(GOOD)
+    before = weights(run)
+    for _ in range(6):
+        run.step()
+    assert not torch.equal(weights(run), before)
+    run.scheduler.converge()
+    assert torch.equal(weights(run), before)
+    other = run_at(GOOD)
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert found_lr(other) == found_lr(run)
+    assert torch.equal(weights(other), before)
+
+
+def test_evaluation_in_a_search_shows_the_weights_of_its_start() -> None:
+    run = run_at(GOOD)
+    before = weights(run)
+    for _ in range(6):
+        run.step()
+    trained = weights(run)
+    with run.scheduler.consensus():
+        assert torch.equal(weights(run), before)
+    assert torch.equal(weights(run), trained)
 
 
 def test_single_replica_without_scout_and_guard_equals_the_base_schedule_bit_for_bit() -> None:

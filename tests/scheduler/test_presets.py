@@ -175,7 +175,8 @@ def test_warning_says_why_a_run_has_no_scout() -> None:
     with no_scout("needs `model=`, got None"):
         assert not hdet.HDET(one_cycle(small()[1])).is_scouting
     with no_scout("must fit in its `share`"):
-        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
+        short = least_steps(8) - 1
+        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=short, cycle_momentum=False))
     with no_scout("length of the run is unknown.*total_steps="):
         stacked(base=lambda o: ConstantLR(o, 1.0))
     assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting

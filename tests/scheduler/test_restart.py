@@ -173,6 +173,7 @@ def test_run_resumed_in_mid_search_equals_the_uninterrupted_run() -> None:
     assert other.loss() < 0.5
 
 
+@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
 def test_restart_with_one_replica_keeps_a_good_learning_rate_and_replaces_a_wild_one() -> None:
     kept = Run("one", lr=GOOD).search()
     assert kept.scheduler.found_lr == GOOD
