@@ -442,6 +442,17 @@ def test_state_of_an_unfinished_sweep_continues_with_the_next_round() -> None:
     assert other.observations == one.observations
 
 
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_state_of_a_longer_run_ends_the_search_before_the_run_ends(num_replicas: int) -> None:
+    search = new_search(2, 5000)
+    record(search)
+    left = rounds_of(num_replicas) * MIN_ROUND_STEPS
+    scout = hdet.Scout(share=0.99, steps=MIN_ROUND_STEPS)
+    resumed = new_search(num_replicas, left + 1, scout=scout)
+    resumed.load_state_dict(saved(search))
+    assert resumed.reasons == (Reason.INTERRUPTED,)
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "decades", "prior"),
     [(8, 4.0, USUAL), (4, 4.0, None), (4, 3.0, USUAL)],

@@ -202,3 +202,5 @@ class Search:
             self._log.load_state_dict(state)
             if self._round == self._grid.num_rounds:
                 self._plan_sweep()
+        if not self.is_over and not self.budget.fits_in_run(self._steps_ahead):
+            self._end(Reason.INTERRUPTED)  # the run resumes with fewer steps
