@@ -158,6 +158,7 @@ def test_sink_of_the_how_to_page_logs_losses_rates_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
     (block,) = [b for b in python_blocks() if b.setup == "tracked_loop"]
     names = setups.tracked_loop()
     exec(compile(block.code, block.name, "exec"), names)

@@ -219,9 +219,8 @@ class HDET(RunReadings):
     def scout_again(self, scout: Scout | None = None) -> None:
         """Search for another learning rate from the next step on, for example for new data.
 
-        The replicas try learning rates around the present one. What is usual for the optimizer
-        does not count, because the run has come far with its own learning rate. Then the run
-        continues from the present weights. All replicas must call it. In mid-run, short trials
+        The replicas try learning rates around the present one, which is also the prior. Then the
+        run continues from the present weights. All replicas must call it. In mid-run, short trials
         favour learning rates that are too low: use it if the learning rate is far off.
 
         Args:
