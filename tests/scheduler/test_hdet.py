@@ -502,6 +502,8 @@ def train_scaled(rank: int, gradients: str, folder: str, careless: bool) -> Any:
         trainer.scheduler.observe(loss)
         if not (careless and was_skipped):
             trainer.scheduler.step()
+        if careless and trainer.scheduler.last_epoch == 8:
+            break  # the end of the cycle
     return skipped, trainer.weights(), trainer.scheduler.last_epoch
 
 
@@ -518,13 +520,15 @@ def test_step_skipped_by_grad_scaler_does_not_shift_cycle_ends(
     assert all(line["excluded"] == [] for line in cycles)
 
 
-def test_unequal_numbers_of_observed_losses_raise_at_the_cycle_end(
+def train_carelessly(rank: int, folder: str) -> None:
+    with warns_on_first(rank, r"replicas observed different numbers of losses, .4, 5, 4."):
+        train_scaled(rank, "local", folder, True)
+
+
+def test_unequal_numbers_of_observed_losses_warn_at_the_cycle_end(
     processes: Processes, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        RemoteError, match=r"replicas observed different numbers of losses, .4, 5, 4."
-    ):
-        processes(3, train_scaled, "local", str(tmp_path), True)
+    processes(3, train_carelessly, str(tmp_path))
 
 
 def test_converge_raises_when_replicas_are_at_different_steps(processes: Processes) -> None:
