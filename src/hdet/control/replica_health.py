@@ -19,9 +19,6 @@ class ReplicasLost(RuntimeError):
     A healthy replica has finite weights and a finite loss. The message names the step and the
     cause. After a guard has stopped the run, all replicas have its last good weights: save them,
     and resume with a lower learning rate. Otherwise resume from the last checkpoint.
-
-    Args:
-        message: What happened, and what helps.
     """
 
 
