@@ -47,7 +47,7 @@ class HDET(RunReadings):
     - The *scale* is the centre of the spread. The controller moves it at the end of a cycle.
     - A *knob* is a scalar that the run explores: a learning rate, a weight decay, a dropout.
     - The *scout* searches for the scale in the first steps of the run.
-    - The *guard* restores the last good weights when the loss spikes.
+    - The *guard* restores the best weights of a run that fails, and caps its learning rate.
     - The *consensus* is the mean of the replicas' weights.
 
     By default the run has a scout and a guard, and does not explore. It explores if `spread`,
@@ -82,7 +82,7 @@ class HDET(RunReadings):
         scout: The search at the start. `"auto"` searches where that can work, and otherwise
             warns. `"restart"` keeps the given learning rate unless it is far off. None turns the
             scout off. `hdet.Scout()` sets its options.
-        guard: The protection against spikes. `"auto"` takes the preset's guard, None turns it
+        guard: The protection against failures. `"auto"` takes the preset's guard, None turns it
             off, and `hdet.Guard()` sets its options.
         controller: Moves the scale at the end of a cycle. `"auto"` takes the preset's
             controller, and None moves nothing. `hdet.Tracker()` and `hdet.PaperController()` are

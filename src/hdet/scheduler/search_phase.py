@@ -102,7 +102,7 @@ class SearchPhase:
         self._start_trial(scout, model, left, trigger)
 
     def search_new_data(self) -> None:
-        """With `scout="restart"`, check whether the learning rate is hopeless for new data."""
+        """With `scout="restart"`, check whether the learning rate is far off for new data."""
         scout = self._run.settings.scout
         if scout is None or not scout.restart:
             return
