@@ -249,8 +249,8 @@ class Run:
     ) -> Tensor | None:
         """Score the local replicas with the probe; None without one."""
         probe = self.settings.probe
-        if probe is None or self.replicas.size == 1:
-            return None
+        if probe is None or (self.replicas.size == 1 and self.progress.trial is None):
+            return None  # one replica has none to be compared with, but in a search
         modules = [module for module in self.modules if module is not None]
         with self.log.timed_probe(), self.as_scored():
             return score_replicas(
