@@ -106,18 +106,11 @@ def _images() -> tuple[Tensor, Tensor]:
 
 
 def _conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
+    layers: list[nn.Module] = []
+    for channels_in, channels in ((1, 16), (16, 32)):
+        layers += [nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)]
+        layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
 
 
 def _sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -143,7 +136,7 @@ class PixelTransformer(nn.Module):
         super().__init__()
         self.heads = heads
         self.level = nn.Embedding(LEVELS + 1, width)
-        self.place = nn.Parameter(0.1 * torch.randn(64, width))
+        self.place = nn.Parameter(torch.randn(64, width))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
         self.mix = nn.Linear(width, 3 * width)
         self.mixed = nn.Linear(width, width)
