@@ -61,7 +61,7 @@ def best(rows: list[Row]) -> Row:
         by_lr.setdefault(row["lr"], []).append(row)
     finite = {lr: of for lr, of in by_lr.items() if all(row["loss"] is not None for row in of)}
     lr, chosen = min(finite.items(), key=lambda pair: fmean(row["loss"] for row in pair[1]))
-    ranges = {
+    ranges: dict[str, list[float]] = {
         name: [min(row[name] for row in chosen), max(row[name] for row in chosen)]
         for name in ("loss", "accuracy")
         if name in chosen[0]

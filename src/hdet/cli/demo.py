@@ -66,7 +66,8 @@ def run(
     finally:  # a run that diverged or was interrupted gets a report, too
         runs = histories_of(acts(settings), folder)
         if runs:
-            report.write([folder / act.name for act, _ in runs], folder / PAGE)
+            searches_first = sorted(runs, key=lambda run: run[0].is_paper)
+            report.write([folder / act.name for act, _ in searches_first], folder / PAGE)
     return DemoResult(runs, stopped, folder / PAGE, folder / CHECKPOINT)
 
 

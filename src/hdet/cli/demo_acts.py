@@ -10,8 +10,8 @@ from hdet.scheduler.presets import NUM_CYCLES
 
 FAR = 1000
 """The runs start so many times too low, and too high."""
-PAPER_STEPS, PAPER_SYNC_EVERY = 240, 20
-"""The paper averages every 1000 steps, in longer runs."""
+PAPER_STEPS, PAPER_CYCLES = 240, 12
+"""The paper has cycles of 1000 steps, in longer runs."""
 ENGINES = ("stacked", "processes")
 
 
@@ -79,7 +79,8 @@ def acts(settings: DemoSettings) -> list[Act]:
     steps = min(settings.steps or PAPER_STEPS, PAPER_STEPS)
     lr = sweep_of(CONV_NET.name).lr
     paper = "the paper's method, at a good learning rate"
-    first = Act("paper", paper, CONV_NET, lr, steps, PAPER_SYNC_EVERY, is_paper=True)
+    every = max(steps // PAPER_CYCLES, 1)
+    first = Act("paper", paper, CONV_NET, lr, steps, every, is_paper=True)
     return [first, *(act for task in TASKS for act in _searches(task, settings))]
 
 

@@ -92,16 +92,9 @@ class DemoRun:
 
     def _scheduler(self, model: nn.Module, replicas: Any) -> hdet.HDET:
         act, shared = self.act, {"model": model, "replicas": replicas, "record": self._record}
-        if act.is_paper:
-            return hdet.OneCycleHDET(
-                self.optimizer,
-                act.lr,
-                act.steps,
-                cycle_momentum=False,
-                sync_every=act.sync_every,
-                **shared,
-            )
         base = OneCycleLR(self.optimizer, act.lr, total_steps=act.steps, cycle_momentum=False)
+        if act.is_paper:
+            return hdet.HDET(base, preset="paper", sync_every=act.sync_every, **shared)
         return hdet.HDET(base, **shared)
 
     def _step(self, step: int) -> None:
@@ -136,6 +129,8 @@ class DemoRun:
         """
         act = self.act
         cycles = 1 if act.is_paper else -(-act.steps // (NUM_MILESTONES * act.sync_every))
+        if not start:
+            self._curve = [(0, self._batches.evaluate(self.model)["loss"])]
         for step in range(start, act.steps):
             self._step(step)
             done = step + 1

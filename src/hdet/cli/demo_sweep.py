@@ -37,7 +37,7 @@ class Sweep(NamedTuple):
 
     def reference(self, task: str) -> Reference:
         """The band that a report draws."""
-        text = f"best of a sweep: {self.runs} plain runs, {self.seeds} seeds"
+        text = f"best of a sweep that takes {self.runs} runs (range of {self.seeds} seeds)"
         bands = {"loss": self.loss}
         if self.accuracy is not None:
             bands["accuracy"] = self.accuracy

@@ -14,6 +14,15 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if 10 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
+def ratio(value: float) -> str:
+    """A factor with three digits.
+
+    >>> ratio(1253.7), ratio(0.00123)
+    ('1,250', '0.00123')
+    """
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def percent(share: float) -> str:
     """A share in percent.
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from hdet.cli.formats import number, percent, remaining
+from hdet.cli.formats import number, percent, ratio, remaining
 
 
 class ReplicaView(NamedTuple):
@@ -74,7 +74,7 @@ class Status(NamedTuple):
         if self.found is None:
             return ""
         sure = "" if self.within is None else f", within a factor of {self.within:.2g}"
-        return f"found {number(self.found)}, {self.found / self.given:.3g} x the given one{sure}"
+        return f"found {number(self.found)}, {ratio(self.found / self.given)} x the given one{sure}"
 
     @property
     def shown_measures(self) -> str:

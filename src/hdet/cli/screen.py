@@ -96,7 +96,8 @@ def _fan(status: Status, furthest: float) -> Any:
         told = f"[bold]{status.shown_measures}[/]"
         table.add_row("[bold]average[/]", number(status.lr), told, mean, "")
     else:
-        table.add_row("", "", "[dim]each replica trains alone[/]", "", "")
+        what = "own learning rate, shared gradient" if status.phase == "fan out" else "each alone"
+        table.add_row("", "", f"[dim]{what}[/]", "", "")
     return table
 
 
@@ -133,7 +134,8 @@ def _chart(status: Status) -> Any:
         low, high = map(number, status.band)
         told = f" best of a sweep, {status.price}: {low} to {high}"
         lines.append(Text.assemble(("░░", "yellow"), (told, "dim")))
-    lines.append(Text(f"{status.shown_measures}   learning rate {number(status.lr)}"))
+    between = "   " if status.measures else ""
+    lines.append(Text(f"{status.shown_measures}{between}learning rate {number(status.lr)}"))
     lines.append(Text(status.finding, style="bold green"))
     return Group(*lines)
 

@@ -66,5 +66,5 @@ def read_reference(folder: Path) -> Reference | None:
 def _band(value: Any) -> tuple[float, float]:
     low, high = (float(end) for end in value)
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise ValueError("the band has no lowest and highest value")
+        raise ValueError
     return low, high

@@ -68,8 +68,9 @@ def _answers(runs: Sequence[Labelled]) -> str:
 
 
 def _losses(page: PageBuilder, group: Sequence[Labelled], is_named: bool) -> str:
-    plots = [comparison.measure(group, "loss", "wide"), comparison.mean_losses(group)]
-    title = f"<h3>{text(', '.join(who for who, _ in group))}</h3>"
+    size = "half" if is_named else "wide"
+    plots = [comparison.measure(group, "loss", size), comparison.mean_losses(group, size)]
+    title = f'<h3 class="group">{text(", ".join(who for who, _ in group))}</h3>'
     return (title if is_named else "") + page.grid(plots)
 
 

@@ -57,6 +57,7 @@ h3 { font-size: 1rem; font-weight: 620; overflow-wrap: anywhere; }
 .lede { color: var(--soft); margin-top: 8px; overflow-wrap: anywhere; }
 .answer { margin-top: 14px; max-width: 62em; font-size: 1.08rem; overflow-wrap: anywhere; }
 .answers { margin: 14px 0 0; }
+.group { margin: 20px 0 8px; }
 .answers dt { font-weight: 640; overflow-wrap: anywhere; }
 .answers dd { margin: 0 0 12px; max-width: 62em; overflow-wrap: anywhere; }
 .status { display: flex; align-items: center; flex-wrap: wrap; gap: 8px 14px; margin-top: 16px; }

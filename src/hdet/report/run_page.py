@@ -189,4 +189,4 @@ def _replicas(page: PageBuilder, history: History) -> str:
         run.converge_cost(history),
     ]
     excluded = "" if history.excluded else _none("No replica was excluded.")
-    return page.grid(plots, excluded)
+    return page.grid(plots) + excluded

@@ -33,7 +33,7 @@ def measure(runs: Sequence[Labelled], name: str, size: str = "half") -> Plot | N
     return Plot(title, caption, traces, layout_of(y_axis, histories, showlegend=legend), size)
 
 
-def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
+def mean_losses(runs: Sequence[Labelled], size: str = "wide") -> Plot | None:
     """The mean training loss of each run."""
     traces = [
         curve(label(who), points, own_steps=True, **look(index, 2))
@@ -45,7 +45,7 @@ def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
     values = [value for trace in traces for value in trace["y"]]
     layout = layout_of(axis("training loss", values), [history for _, history in runs])
     caption = "The mean of the replicas' training losses over each cycle; not a held-out loss."
-    return Plot("Training loss", caption, traces, layout)
+    return Plot("Training loss", caption, traces, layout, size)
 
 
 def knob(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:

@@ -70,7 +70,7 @@ def reference_band(histories: Sequence[History], name: str) -> Band | None:
         "line": {"color": "@c4/0.6", "width": 1},
         "hoverinfo": "skip",
     }
-    return Band(trace, f"The shaded band is the final result of other runs: {first.text}.")
+    return Band(trace, f"The shaded band is the {first.text}.")
 
 
 def mean_loss(history: History) -> list[tuple[int, float]]:

@@ -79,6 +79,15 @@ def exclusions(history: History) -> Plot | None:
     return Plot("Excluded replicas", caption, [trace], layout, "half")
 
 
+def _converge_time(history: History, seconds: list[tuple[int, float]]) -> Plot:
+    """The time of each average, for replicas that send nothing."""
+    trace = curve("time", seconds, hovertemplate="%{y:.3~s}s", **look(0, 1.6))
+    y_axis = axis("time", tickformat="~s", ticksuffix="s", rangemode="tozero", nticks=5)
+    layout = layout_of(y_axis, [history], showlegend=False)
+    caption = "The time of each converge. The replicas share one device and send nothing."
+    return Plot("Cost of converging", caption, [trace], layout, "half")
+
+
 def converge_cost(history: History) -> Plot | None:
     """The time and the bytes of each average."""
     costs = [(event.step, event.converge) for event in history.every_converge]
@@ -86,6 +95,8 @@ def converge_cost(history: History) -> Plot | None:
     sizes = [(step, cost.bytes) for step, cost in costs if cost.bytes is not None]
     if not any(value for _, value in (*seconds, *sizes)):
         return None
+    if not any(size for _, size in sizes):
+        return _converge_time(history, seconds)
     top = curve("time", seconds, **look(0, 1.6))
     bottom = curve("bytes sent by one replica", sizes, yaxis="y2", **look(0, 1.6))
     top["hovertemplate"], bottom["hovertemplate"] = "%{y:.3~s}s", "%{y:.4~s}B"
