@@ -202,7 +202,7 @@ def test_demo_ends_beside_the_sweep_from_both_starts(tmp_path: Path) -> None:
     assert all(len(set(cycle.knobs[0].values)) == 8 for cycle in fanned_out)
     assert "1000 times too low" in text
     assert "best of a sweep, 9 runs: held-out loss" in text
-    assert "the paper's method: 8 replicas fanned out and converged 12 times" in text
+    assert "the paper's method: 8 replicas, 12 converges: held-out loss" in text
     body = (tmp_path / "report.html").read_text()
     assert body.index("the scout found") < body.index("Side by side")
 

@@ -80,10 +80,10 @@ def paper_line(runs: list[tuple[Act, History]]) -> str:
     """What the run with the paper's method came to; empty without one."""
     for act, history in runs:
         if act.is_paper and history.cycles:
-            result = _result(history.last("loss"), history.last("accuracy"), ", accuracy ")
+            result = _result(history.last("loss"), history.last("accuracy"), ", ")
             return (
-                f"the paper's method: {history.num_replicas} replicas fanned out and converged "
-                f"{len(history.cycles)} times; held-out loss {result}"
+                f"the paper's method: {history.num_replicas} replicas, {len(history.cycles)} "
+                f"converges: held-out loss {result}"
             )
     return ""
 

@@ -16,7 +16,7 @@ from hdet.report import build as report
 
 WORDS = (
     "found: the peak of the schedule; within: the best one probably lies within this factor;",
-    "sweep: plain OneCycleLR from nine learning rates, made beforehand; the middle of three seeds",
+    "sweep: plain OneCycleLR from nine learning rates, made beforehand; middle of three seeds",
 )
 STOPPED = 130
 """The exit status of a command that Ctrl-C ended, as shells have it."""

@@ -96,7 +96,11 @@ def _fan(status: Status, furthest: float) -> Any:
         told = f"[bold]{status.shown_measures}[/]"
         table.add_row("[bold]average[/]", number(status.lr), told, mean, "")
     else:
-        what = "own learning rate, shared gradient" if status.phase == "fan out" else "each alone"
+        what = (
+            "own learning rate, shared gradient"
+            if status.phase == "fan out"
+            else "each trains alone"
+        )
         table.add_row("", "", f"[dim]{what}[/]", "", "")
     return table
 
@@ -132,12 +136,23 @@ def _chart(status: Status) -> Any:
     lines += [Text.assemble(*row) for row in chart_rows(status.curve, status.total, status.band)]
     if status.band is not None:
         low, high = map(number, status.band)
-        told = f" best of a sweep, {status.price}: {low} to {high}"
+        told = f" best of a sweep, {status.price}: {low} to {high}{_beside(status)}"
         lines.append(Text.assemble(("░░", "yellow"), (told, "dim")))
     between = "   " if status.measures else ""
     lines.append(Text(f"{status.shown_measures}{between}learning rate {number(status.lr)}"))
     lines.append(Text(status.finding, style="bold green"))
     return Group(*lines)
+
+
+def _beside(status: Status) -> str:
+    """How the held-out loss lies beside the band: a row of the chart is coarse."""
+    loss = status.measures.get("loss")
+    if loss is None or status.band is None:
+        return ""
+    low, high = status.band
+    if loss > high:
+        return f"; this run: {loss / high - 1:.1%} above"
+    return "; this run: below" if loss < low else "; this run: within"
 
 
 def chart_rows(
