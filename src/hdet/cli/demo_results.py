@@ -69,7 +69,8 @@ def results_table(runs: list[tuple[Act, History]], title: str) -> Any:
 
     table = Table(title=title, box=SIMPLE_HEAD, show_lines=True)
     for name in TITLES:
-        table.add_column(name, justify="left" if name == TITLES.task else "right")
+        is_task = name == TITLES.task
+        table.add_column(name, justify="left" if is_task else "right", no_wrap=is_task)
     for act, history in runs:
         if not act.is_paper:
             table.add_row(*row_of(act, history))

@@ -195,7 +195,7 @@ class GuardMonitor:
             ahead: The highest learning rate of the rest of the run, as it is scaled now.
         """
         power = min(self.consecutive_rollbacks - self._was_spared, MAX_POWER)
-        if not power:
+        if not power or lr <= 0:  # a learning rate of 0 can be lowered no further
             return 1.0
         tried_before = lr <= self._survived and not self._has_had_probation
         self.ceiling = min(self.ceiling, lr * self._guard.lower**power)
