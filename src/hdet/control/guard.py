@@ -186,7 +186,7 @@ class GuardMonitor:
             ahead: The highest learning rate of the rest of the run, as it is scaled now.
         """
         power = min(self.consecutive_rollbacks - self._was_spared, MAX_POWER)
-        if not power:
+        if not power or lr <= 0:  # a learning rate of 0 can be lowered no further
             return 1.0
         self.ceiling = min(self.ceiling, lr * self._guard.lower**power)
         factor = min(self.ceiling / ahead, 1.0) if min(ahead, lr) > 0 else 1.0
