@@ -69,6 +69,8 @@ class SearchTrial:
         self._start_point = StartPoint(optimizer, model, weights)
         self.held_out: HeldOutBatches | None = None
         """The held-out batches that score replicas without a probe; none where losses do."""
+        self.has_begun = False
+        """Whether a step of it was made, so that it takes no more batches of the loop."""
         self._compared_by_before: str | None = None
         """What replicas were compared by in earlier rounds, if that may have changed."""
         replicas.share_gradients(model, False)
@@ -116,6 +118,8 @@ class SearchTrial:
         if held is not None and not self.search.can_spare(held.steps_left):
             held.close()
             held = None
+        if self.held_out is not None and self.held_out is not held:
+            self.held_out.close()
         self.held_out = held
 
     @property
