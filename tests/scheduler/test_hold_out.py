@@ -548,3 +548,18 @@ def test_replicas_that_are_sharded_by_fsdp2_are_scored_on_given_batches(
     assert event["compared_by"] == "held out"
     scores = [point["score"] for point in event["points"]]
     assert scores == pytest.approx([want[factor] for factor in sorted(want)], rel=1e-9)
+
+
+def test_start_is_scored_once_because_all_rounds_have_the_same_batches() -> None:
+    calls = []
+
+    def counted(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return loss_of(model, x)
+
+    run = Run()
+    run.scheduler.hold_out(counted, held(0))
+    assert calls == [32]
+    run.search()
+    rounds = run.scheduler.last_epoch // STEPS
+    assert calls == [32, *[8] * 4 * (rounds + 1)]

@@ -209,6 +209,8 @@ class HeldOutBatches(Protocol):
 
     steps_left: int
     """Steps whose batches are held out before the first round can start."""
+    is_fixed: bool
+    """Whether all rounds of a search are scored on the same batches."""
 
     @property
     def is_empty(self) -> bool:

@@ -111,7 +111,10 @@ class SearchTrial:
     @property
     def compares_gains(self) -> bool:
         """Whether rounds are scored on different batches, so that only gains can be compared."""
-        return self.held_out is not None or self._compared_by_before not in (None, self.compared_by)
+        before = self._compared_by_before
+        if self.held_out is not None:  # after a resume, the batches are others than before it
+            return not self.held_out.is_fixed or before is not None
+        return before not in (None, self.compared_by)
 
     def use_held_out(self, held: HeldOutBatches | None) -> None:
         """Compare replicas on held-out batches, if the budget has steps for that."""

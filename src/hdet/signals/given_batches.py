@@ -58,6 +58,8 @@ class GivenBatches:
 
     steps_left = 0
     """No step of training is needed: the loop gives the batches."""
+    is_fixed = True
+    """A search takes no more batches after its first step."""
 
     def __init__(
         self,
