@@ -491,19 +491,30 @@ def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def sharded(rank: int, folder: Path) -> list[float]:
-    """Search with FSDP2 in each of two replicas, whose processes run together."""
+def sharded(rank: int, kind: str, folder: Path) -> list[float]:
+    """Search with FSDP2 or tensor parallelism in each of two replicas."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = plain()
-    fully_shard(model, mesh=mesh)
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh)
+    else:  # all processes of a replica have the same batches
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["shard"], plan)
+        rank = rank // 2 * 2
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scheduler = hdet.HDET(
         CosineAnnealingLR(optimizer, TOTAL),
         model=model,
         replicas=hdet.ProcessReplicas(mesh["replicate"]),
+        gradients="shared" if kind == "fsdp" else "local",
         scout=SCOUT,
         guard=None,
         record=folder,
@@ -521,11 +532,12 @@ def sharded(rank: int, folder: Path) -> list[float]:
     return lrs
 
 
-def alone_of_two(replica: int, first_step: int, lr: float) -> float:
-    """Train a model in a plain loop on the batches of two processes, and score its tail average."""
+def alone_on(replica: int, first_step: int, lr: float, all_ranks: list[int]) -> float:
+    """Train a model in a plain loop on the batches of a replica, and score its tail average."""
     model = plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    tail, ranks = [], (2 * replica, 2 * replica + 1)
+    tail: list[Tensor] = []
+    ranks = [rank for rank in all_ranks if rank // 2 == replica]
     for step in range(first_step, first_step + STEPS):
         optimizer.zero_grad()
         loss = torch.stack([training_loss(model, batch(step, rank)) for rank in ranks]).mean()
@@ -533,16 +545,17 @@ def alone_of_two(replica: int, first_step: int, lr: float) -> float:
         optimizer.step()
         tail.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     nn.utils.vector_to_parameters(torch.stack(tail[-TAIL:]).mean(0), model.parameters())
-    parts = [part for rank in range(4) for part in held(rank, 16 + rank).tensor_split(2)]
+    parts = [part for rank in all_ranks for part in held(rank, 16 + rank).tensor_split(2)]
     return fmean(float(training_loss(model, part).detach()) for part in parts)
 
 
-def test_replicas_that_are_sharded_by_fsdp2_are_scored_on_given_batches(
-    processes: Processes, tmp_path: Path
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", [0, 1, 2, 3]), ("tensor", [0, 2])])
+def test_replicas_of_several_processes_are_scored_on_given_batches(
+    kind: str, ranks: list[int], processes: Processes, tmp_path: Path
 ) -> None:
-    lrs = processes(4, sharded, tmp_path)[0]
+    lrs = processes(4, sharded, kind, tmp_path)[0]
     want = {
-        lr / LR: alone_of_two(place % 2, place // 2 * STEPS, lr) for place, lr in enumerate(lrs)
+        lr / LR: alone_on(place % 2, place // 2 * STEPS, lr, ranks) for place, lr in enumerate(lrs)
     }
     event = last_event(tmp_path)
     assert event["compared_by"] == "held out"
