@@ -26,14 +26,14 @@ from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
-from hdet.scheduler.readings import RunReadings
 from hdet.scheduler.run import Prepare, Run
+from hdet.scheduler.search_calls import SearchCalls
 from hdet.scheduler.settings import Settings
 from hdet.signals.probe import Probe, as_probe
 from hdet.weights.outer_optimizer import OptimizerFactory
 
 
-class HDET(RunReadings):
+class HDET(SearchCalls):
     """Wraps a torch schedule, and finds and tracks the learning rate inside the run.
 
     Each *replica* is one copy of the model. The learning rate of replica r is
@@ -216,27 +216,6 @@ class HDET(RunReadings):
         self._refuse_while_visiting("converge()")
         self._consensus.make()
 
-    def scout_again(self, scout: Scout | None = None) -> None:
-        """Search for another learning rate from the next step on, for example for new data.
-
-        The replicas try learning rates around what is usual for the optimizer, or around the
-        present one if that is not known. Then the run continues from the present weights. All
-        replicas must call it. In mid-run, short trials favour learning rates that are too low:
-        use it if the learning rate is far off.
-
-        Args:
-            scout: The options of the search. None takes those of the run.
-
-        Raises:
-            RuntimeError: If no scout can run here, or if one is running.
-        """
-        self._refuse_while_visiting("scout_again()")
-        asked = scout or self._run.settings.scout or Scout()
-        model, left = self._phases.search.check_can_search(asked)
-        self.converge()
-        self._phases.search.again(asked, model, left)
-        self._run.rates.write(everything=True)
-
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Show the mean of the replicas in the model, to evaluate it or to copy its weights.
@@ -328,8 +307,8 @@ class HDET(RunReadings):
         )
         self.optimizer: Optimizer = run.optimizer
         self._visiting = False
-        self._phases: Phases = Phases(run)
-        self._consensus: Consensus = Consensus(run, self._phases)
+        self._phases = Phases(run)
+        self._consensus = Consensus(run, self._phases)
         self._phases.search.start()
         run.renew_good_point()
         if run.elastic is not None:
@@ -342,10 +321,3 @@ class HDET(RunReadings):
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
         """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""
         return None
-
-    def _refuse_while_visiting(self, call: str) -> None:
-        if self._visiting:
-            raise RuntimeError(
-                f"`{call}` cannot be used inside `consensus()`, which would undo it. "
-                "Leave the `with` block first."
-            )
