@@ -39,8 +39,8 @@ the value and the remedy. A combination without effect gives a warning.
 The table assumes a model, a learning-rate knob and a run that is long enough for a scout. A link
 leads to the rule that forbids the combination.
 
-With one replica, hdet has nothing to compare or to average. It follows the base schedule, and a
-guard works if you pass one.
+With one replica, hdet has no weights to average and no knobs to compare. The scout and the guard
+work: the scout tries its learning rates one after the other.
 """
 
 

@@ -69,7 +69,7 @@ def run_stacked(
 
 
 def run_alone(task: SmallTask, lr: float, seed: int, **options: Any) -> Outcome:
-    """A run with one replica: there is no scout, and the guard is on."""
+    """A run with one replica; nothing but the model is set."""
     model = task.make_model(seed)
 
     def step(batch: tuple[Tensor, ...]) -> Tensor:

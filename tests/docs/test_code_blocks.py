@@ -124,7 +124,6 @@ def test_block_calls_hdet_as_its_signatures_allow(block: Block) -> None:
     assert attributes_of_hdet(source) <= set(hdet.__all__)
 
 
-@pytest.mark.filterwarnings("ignore:scout disabled. it needs several replicas:UserWarning")
 @pytest.mark.parametrize(
     "block", [block for block in python_blocks() if can_run(block)], ids=lambda block: block.name
 )
@@ -159,6 +158,7 @@ def test_sink_of_the_how_to_page_logs_losses_rates_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
     (block,) = [b for b in python_blocks() if b.setup == "tracked_loop"]
     names = setups.tracked_loop()
     exec(compile(block.code, block.name, "exec"), names)

@@ -4,21 +4,25 @@ import math
 from collections.abc import Callable
 
 import hdet
+from hdet.lr_search.constants import BEST_UNDER_PEAK, PRIOR_ERROR
 from hdet.lr_search.observations import Observation
 from hdet.lr_search.plan import Search
 from hdet.lr_search.prior import Prior
 
 BEST = 0.01
+"""The best mean learning rate of a run."""
+GAINS_MOST = BEST * 10**BEST_UNDER_PEAK
+"""The learning rate that gains most in short rounds."""
 START_SCORE = 5.0
-USUAL = Prior(math.log10(BEST), 0.35)
+USUAL = Prior(math.log10(BEST), PRIOR_ERROR)
 """A prior that is right about `curve`, for a given learning rate of 1."""
 
 
 def curve(lr: float) -> float | None:
-    """The score after a few steps: best at 0.01, and not finite beyond 10."""
+    """The score after a few steps; not finite at a thousand times the best learning rate."""
     if lr > 1000 * BEST:
         return None
-    return START_SCORE - 3 * math.exp(-(math.log10(lr / BEST) ** 2))
+    return START_SCORE - 3 * math.exp(-(math.log10(lr / GAINS_MOST) ** 2))
 
 
 def searched(

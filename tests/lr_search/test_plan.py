@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hdet
-from hdet.lr_search.constants import MAX_SWEEPS, SWEEP_POINTS
+from hdet.lr_search.constants import (
+    MARGIN_TO_DIVERGENCE,
+    MAX_SWEEPS,
+    MIN_ROUND_STEPS,
+    PRIOR_ERROR,
+    SWEEP_POINTS,
+)
 from hdet.lr_search.observations import Observation, observations_of_round
 from hdet.lr_search.plan import Search
 from hdet.lr_search.prior import Prior
@@ -20,10 +26,18 @@ from hdet.lr_search.reasons import Reason
 from hdet.lr_search.scout import AllRatesDiverged
 from tests.lr_search.simulation import BEST, START_SCORE, USUAL, curve, searched
 
+SHARE = hdet.Scout().share
+
 
 def new_search(num_replicas: int = 8, total_steps: int | None = 1500, **options: Any) -> Search:
     """A search that has tried nothing."""
-    return Search(hdet.Scout(), num_replicas=num_replicas, total_steps=total_steps, **options)
+    settings = {"scout": hdet.Scout(), "num_replicas": num_replicas, "total_steps": total_steps}
+    return Search(**{**settings, **options})
+
+
+def rounds_of(num_replicas: int) -> int:
+    """The rounds of a sweep."""
+    return math.ceil(SWEEP_POINTS / num_replicas)
 
 
 def record(
@@ -69,7 +83,7 @@ def test_search_without_a_prior_finds_the_best_around_the_given_learning_rate(
 
 
 def test_first_sweep_is_centred_at_the_prior() -> None:
-    search = new_search(prior=Prior(-3.0, 0.35))
+    search = new_search(prior=Prior(-3.0, PRIOR_ERROR))
     assert math.log10(min(search.factors)) == pytest.approx(-5.0)
     assert math.log10(max(search.factors)) == pytest.approx(-1.0)
     around_given = new_search()
@@ -101,7 +115,8 @@ def test_best_at_the_bottom_sweeps_down_if_the_budget_allows_it() -> None:
 @pytest.mark.parametrize("slope", [-1.0, 1.0])
 def test_best_at_an_end_without_budget_ends_for_lack_of_time(slope: float) -> None:
     """A sweep that shows no best inside takes up the whole budget of a short run."""
-    search = searched(lambda lr: slope * math.log10(lr), prior=None, total_steps=200)
+    total_steps = math.ceil(MIN_ROUND_STEPS / SHARE)  # eight replicas try a sweep in one round
+    search = searched(lambda lr: slope * math.log10(lr), prior=None, total_steps=total_steps)
     assert search.reasons == (Reason.NO_TIME,)
     assert len(tried(search)) == 8
 
@@ -154,7 +169,7 @@ def test_range_that_explodes_sweeps_down_also_beyond_the_budget(
     search = searched(score, prior=prior, num_replicas=num_replicas, total_steps=1000)
     assert min(tried(search)) < 1
     assert search.divergence is not None
-    assert search.estimate().factor <= search.divergence / 2
+    assert search.estimate().factor <= search.divergence / MARGIN_TO_DIVERGENCE
 
 
 @pytest.mark.parametrize("start_score", [None, 5.0])
@@ -192,7 +207,35 @@ def test_search_stays_within_its_share_of_the_run(total_steps: int, num_replicas
         search = searched(
             given=BEST * off, prior=None, num_replicas=num_replicas, total_steps=total_steps
         )
-        assert 0 < search.used <= 0.03 * total_steps
+        assert 0 < search.used <= SHARE * total_steps
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3, 8])
+@pytest.mark.parametrize("given_steps", [None, 7, 30])
+def test_sweeps_down_from_an_explosion_leave_a_step_to_the_run(
+    num_replicas: int, given_steps: int | None
+) -> None:
+    """Where all learning rates explode, a search that has no room for more refuses."""
+    scout = hdet.Scout(share=0.99, steps=given_steps)
+    for total_steps in (61, 240, 361, 1000):
+        if given_steps is not None and given_steps * rounds_of(num_replicas) >= total_steps:
+            continue
+        search = new_search(num_replicas, total_steps, scout=scout)
+        sweep = search.num_steps * rounds_of(num_replicas)
+        with pytest.raises(AllRatesDiverged):
+            for _ in range(100):
+                record(search, lambda lr: None, 1.0)
+        assert search.used == min((total_steps - 1) // sweep, MAX_SWEEPS) * sweep
+
+
+def test_interrupted_search_below_an_explosion_leaves_a_step_to_the_run() -> None:
+    search = new_search(8, 31, scout=hdet.Scout(steps=10))
+    record(search, lambda lr: None, 1.0)
+    record(search, lambda lr: None, 1.0)
+    search.interrupt(9)
+    assert search.reasons == (Reason.INTERRUPTED,)
+    assert search.used == 29
+    assert search.estimate().factor <= min(tried(search)) / MARGIN_TO_DIVERGENCE
 
 
 def test_interrupted_rounds_stay_within_the_budget() -> None:
@@ -205,7 +248,7 @@ def test_interrupted_rounds_stay_within_the_budget() -> None:
                 search.interrupt(search.num_steps // 2)
             else:
                 record(search)
-        assert search.used <= 0.03 * total_steps
+        assert search.used <= SHARE * total_steps
 
 
 def test_interrupted_round_is_repeated() -> None:
@@ -228,11 +271,12 @@ def test_search_that_is_always_interrupted_ends_and_keeps_the_given_learning_rat
 
 
 def test_steps_that_fit_beside_the_rounds_ahead_can_be_spared() -> None:
-    search = new_search(2, 2000)  # three rounds of 8 steps, of 60 steps
-    assert search.can_spare(36)
-    assert not search.can_spare(37)
+    search = new_search(2, 2000)
+    spare = int(SHARE * 2000) - 3 * search.num_steps  # a sweep takes three rounds
+    assert search.can_spare(spare)
+    assert not search.can_spare(spare + 1)
     record(search)
-    assert search.can_spare(36)
+    assert search.can_spare(spare)
     while not search.is_over:
         record(search)
     assert not search.can_spare(0)
@@ -292,7 +336,7 @@ def test_overflow_without_a_gain_stays_below_the_divergence() -> None:
             error=0.01,
         )
         assert search.divergence is not None
-        assert search.estimate().factor <= search.divergence / 2
+        assert search.estimate().factor <= search.divergence / MARGIN_TO_DIVERGENCE
 
 
 def test_estimate_stays_below_the_divergence_of_a_quadratic() -> None:
@@ -308,7 +352,7 @@ def test_estimate_stays_below_the_divergence_of_a_quadratic() -> None:
             1.0,
         )
     assert search.divergence is not None
-    assert search.estimate(peak=2.08).factor <= search.divergence / 2 < 2.0
+    assert search.estimate(peak=2.08).factor <= search.divergence / MARGIN_TO_DIVERGENCE < 2.0
 
 
 def noisy_losses(given_lr: float, chance: random.Random, spread: float = 0.1) -> float:
@@ -316,7 +360,7 @@ def noisy_losses(given_lr: float, chance: random.Random, spread: float = 0.1) ->
 
     Every replica sees batches of its own, and few of them.
     """
-    search = new_search(total_steps=800, prior=Prior(-math.log10(given_lr), 0.35))
+    search = new_search(total_steps=800, prior=Prior(-math.log10(given_lr), PRIOR_ERROR))
     while not search.is_over:
         num = search.num_steps // 2
         rows = [
@@ -361,7 +405,9 @@ def test_search_ends_with_a_sound_estimate_or_refuses_for_any_scores(
         return
     assert 0 < search.estimate(peak=2.0).factor < math.inf
     if search.divergence is not None:
-        assert search.estimate(peak=2.0).factor <= search.divergence / 2 * (1 + 1e-9)
+        assert search.estimate(peak=2.0).factor <= search.divergence / MARGIN_TO_DIVERGENCE * (
+            1 + 1e-9
+        )
 
 
 def saved(search: Search) -> dict[str, Any]:
@@ -375,7 +421,7 @@ def saved(search: Search) -> dict[str, Any]:
 def test_search_that_is_resumed_after_each_round_gives_the_same_estimate(
     num_replicas: int, mean: float
 ) -> None:
-    prior = Prior(mean, 0.35)
+    prior = Prior(mean, PRIOR_ERROR)
     whole = searched(prior=prior, num_replicas=num_replicas)
     cut = new_search(num_replicas, 5000, prior=prior)
     while not cut.is_over:
@@ -396,6 +442,17 @@ def test_state_of_an_unfinished_sweep_continues_with_the_next_round() -> None:
     assert other.observations == one.observations
 
 
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_state_of_a_longer_run_ends_the_search_before_the_run_ends(num_replicas: int) -> None:
+    search = new_search(2, 5000)
+    record(search)
+    left = rounds_of(num_replicas) * MIN_ROUND_STEPS
+    scout = hdet.Scout(share=0.99, steps=MIN_ROUND_STEPS)
+    resumed = new_search(num_replicas, left + 1, scout=scout)
+    resumed.load_state_dict(saved(search))
+    assert resumed.reasons == (Reason.INTERRUPTED,)
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "decades", "prior"),
     [(8, 4.0, USUAL), (4, 4.0, None), (4, 3.0, USUAL)],
@@ -414,5 +471,6 @@ def test_state_of_another_grid_starts_over_with_the_steps_that_are_left(
     assert other.factors == first
     assert not other.observations.points
     assert other.used == search.used
-    other.interrupt(45 - search.used - other.num_steps + 1)
+    ahead = rounds_of(num_replicas) * other.num_steps
+    other.interrupt(int(SHARE * 1500) - search.used - ahead + 1)
     assert other.is_over

@@ -3,6 +3,7 @@
 import pytest
 
 import hdet
+from hdet.lr_search.constants import MIN_ROUND_STEPS
 
 
 @pytest.mark.parametrize(
@@ -13,7 +14,7 @@ import hdet
         ({"decades": float("nan")}, "`decades` must be in"),
         ({"share": 1.5}, "`share` must be in"),
         ({"share": 0.0}, "`share` must be in"),
-        ({"steps": 2}, "`steps` must be at least 4"),
+        ({"steps": MIN_ROUND_STEPS - 1}, f"`steps` must be at least {MIN_ROUND_STEPS}"),
     ],
 )
 def test_scout_refuses_numbers_out_of_range(options: dict[str, float], words: str) -> None:

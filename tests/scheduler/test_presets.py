@@ -1,5 +1,6 @@
 """Presets: the options that hdet chooses when the user gives none."""
 
+import math
 import warnings
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import hdet
+from hdet.lr_search.constants import MIN_ROUND_STEPS, SWEEP_POINTS
 from hdet.records import reader
 from hdet.scheduler.presets import (
     NUM_CYCLES,
@@ -65,10 +67,11 @@ def test_cycles_of_a_run_that_explores_are_twice_as_long() -> None:
     assert [options.sync_every for options in chosen] == [50, 100, 100]
 
 
-@pytest.mark.filterwarnings("ignore:scout disabled")
-def test_run_with_one_replica_has_a_guard_by_default() -> None:
+def test_run_with_one_replica_has_a_scout_and_a_guard_by_default() -> None:
     model, optimizer = small()
     scheduler = hdet.HDET(one_cycle(optimizer), model=model)
+    assert scheduler._run.settings.scout == hdet.Scout()
+    assert scheduler.is_scouting
     assert scheduler._run.settings.guard == hdet.Guard(offload=True)
     assert scheduler._run.settings.sync_every == STEPS // NUM_CYCLES
     assert scheduler._run.good_point is not None
@@ -158,17 +161,22 @@ def test_best_preset_without_scout_and_guard_equals_the_base_schedule() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
+def least_steps(num_replicas: int) -> int:
+    """The steps of the shortest run that has a scout by default."""
+    num_rounds = math.ceil(SWEEP_POINTS / num_replicas)
+    return math.ceil(num_rounds * MIN_ROUND_STEPS / hdet.Scout().share)
+
+
 def no_scout(words: str) -> Any:
     return pytest.warns(UserWarning, match=f"scout disabled: .*{words}.* learning rate is kept")
 
 
 def test_warning_says_why_a_run_has_no_scout() -> None:
-    model, optimizer = small()
-    with no_scout("several replicas, got one.*StackedReplicas"):
-        alone = hdet.HDET(one_cycle(optimizer), model=model)
-    assert not alone.is_scouting
+    with no_scout("needs `model=`, got None"):
+        assert not hdet.HDET(one_cycle(small()[1])).is_scouting
     with no_scout("must fit in its `share`"):
-        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=100, cycle_momentum=False))
+        short = least_steps(8) - 1
+        stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=short, cycle_momentum=False))
     with no_scout("length of the run is unknown.*total_steps="):
         stacked(base=lambda o: ConstantLR(o, 1.0))
     assert stacked(base=lambda o: ConstantLR(o, 1.0), total_steps=STEPS).is_scouting
@@ -197,7 +205,7 @@ def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None
     model, optimizer = small()
     ensemble = hdet.StackedReplicas(model, 8)
     schedule = OneCycleLR(
-        ensemble.optimizer(optimizer), 1e-4, total_steps=200, cycle_momentum=False
+        ensemble.optimizer(optimizer), 1e-4, total_steps=least_steps(8), cycle_momentum=False
     )
     scheduler = hdet.HDET(
         schedule,
@@ -216,13 +224,12 @@ def test_scout_warns_when_no_steps_are_left_to_try_more_learning_rates() -> None
 
 
 @pytest.mark.parametrize(
-    ("num", "probe", "least"),
-    [(8, True, 134), (8, False, 134), (4, True, 267), (4, False, 267), (2, True, 400)],
+    ("num", "probe"),
+    [(8, True), (8, False), (4, True), (4, False), (2, True), (1, False)],
 )
-def test_scout_starts_only_in_runs_with_a_minimum_number_of_steps(
-    num: int, probe: bool, least: int
-) -> None:
+def test_scout_starts_only_in_runs_with_a_minimum_number_of_steps(num: int, probe: bool) -> None:
     """The limits depend on the number of replicas. A probe is not needed."""
+    least = least_steps(num)
 
     def started(total: int) -> hdet.HDET:
         return stacked(

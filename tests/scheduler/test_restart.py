@@ -173,11 +173,27 @@ def test_run_resumed_in_mid_search_equals_the_uninterrupted_run() -> None:
     assert other.loss() < 0.5
 
 
-def test_restart_scout_with_one_replica_warns_and_keeps_the_learning_rate() -> None:
-    with pytest.warns(UserWarning, match="needs several replicas"):
-        run = Run("one", lr=GOOD)
-    assert run.go(3 * SYNC).scheduler.get_knobs() == {"lr/group0": 1.0}
-    assert run.scheduler.found_lr is None
+@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
+def test_restart_with_one_replica_keeps_a_good_learning_rate_and_replaces_a_wild_one() -> None:
+    kept = Run("one", lr=GOOD).search()
+    assert kept.scheduler.found_lr == GOOD
+    assert kept.scheduler.get_knobs() == {"lr/group0": 1.0}
+    found = Run("one", lr=WILD).search().scheduler.found_lr
+    assert found is not None
+    assert GOOD / 10 < found < 10 * GOOD
+
+
+@pytest.mark.parametrize("bounds", [(2 * GOOD, 10 * GOOD), (GOOD / 10, GOOD / 2)])
+def test_restart_does_not_keep_a_good_learning_rate_beyond_the_bounds(
+    bounds: tuple[float, float], tmp_path: Path
+) -> None:
+    low, high = bounds
+    run = Run("stacked", lr=GOOD, lr_bounds=bounds, record=tmp_path).search()
+    assert run.scheduler.found_lr is not None
+    assert low * (1 - 1e-9) <= run.scheduler.found_lr <= high * (1 + 1e-9)
+    assert "is kept" not in lines(tmp_path, "scout")[-1]["factor_reason"]
+    within = Run("stacked", lr=GOOD, lr_bounds=(GOOD / 2, 2 * GOOD)).search()
+    assert within.scheduler.found_lr == GOOD
 
 
 @pytest.mark.parametrize("scout", ["again", 3])
@@ -252,6 +268,16 @@ def test_search_after_new_data_keeps_a_learning_rate_that_is_still_good(tmp_path
     assert looks(tmp_path) == [1.0]
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
     assert run.loss() < 0.01
+
+
+def test_search_after_new_data_counts_the_bounds_from_the_peak(tmp_path: Path) -> None:
+    """A present rate that the schedule has lowered below the bounds is no reason to leave it."""
+    bounds = (GOOD / 2, 2 * GOOD)
+    run = Changed("stacked", worth=1.0, more=6.0, record=tmp_path, lr_bounds=bounds).go(LONG)
+    assert looks(tmp_path) == [1.0]
+    (line,) = [line for line in lines(tmp_path, "scout") if line["step"] > CHANGE][-1:]
+    assert line["reference_lrs"]["group0"] < bounds[1]
+    assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
 
 
 @pytest.mark.filterwarnings("ignore:the scout found no")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import hdet
-from hdet.lr_search.constants import MAX_SWEEPS
+from hdet.lr_search.constants import GUESS_RATIO, MAX_SWEEPS
 from hdet.lr_search.estimator import Estimate, SearchContext, estimate
 from hdet.lr_search.grids import SweepGrid
 from hdet.lr_search.observations import Observation, Observations
@@ -625,12 +625,6 @@ def test_search_restores_the_random_state_of_torch() -> None:
     assert torch.equal(draws, torch.rand(2))
 
 
-def test_scout_with_one_replica_warns_and_keeps_the_learning_rate() -> None:
-    with pytest.warns(UserWarning, match="needs several replicas"):
-        run = Run("one")
-    assert run.go(STEPS).scheduler.get_knobs() == {"lr/group0": 1.0}
-
-
 def test_search_restores_weights_when_every_learning_rate_diverges() -> None:
     run = Run("stacked", probe=lambda model: score(model) * float("nan"))
     before = run.vectors()
@@ -695,21 +689,42 @@ def test_scout_again_raises_a_too_low_learning_rate_in_mid_run(
         torch.testing.assert_close(answer["end"][0], alone["end"][0], rtol=1e-7, atol=1e-9)
 
 
-def test_scout_again_searches_around_the_usual_lr_in_units_of_the_present_one(
+@pytest.mark.parametrize("base_lr", [LR / 100, LR, 30 * LR])
+def test_scout_again_searches_around_the_mean_that_the_rest_of_the_run_would_train_with(
+    base_lr: float,
+) -> None:
+    """The run has come far with its own learning rate. What is usual does not count."""
+    run = Run("stacked", total=600, base_lr=base_lr, scout=None, guard=None).go(300)
+    (now,), course = run.scheduler.get_last_lr(), one_cycle(600)
+    assert now == pytest.approx(course[300] / LR * base_lr)
+    run.scheduler.scout_again(SCOUT)
+    middle = fmean(course[300:600]) / LR * base_lr
+    grid = SweepGrid(DECADES, N, math.log10(middle))
+    expected = [grid.factor(place) for place in grid.places(0, 0)]
+    assert [lrs[0] for lrs in run.scheduler.get_replica_lrs()] == pytest.approx(expected)
+
+
+def test_scout_again_that_sees_no_difference_goes_on_with_nearly_the_present_lr(
     tmp_path: Path,
 ) -> None:
-    run = Run("stacked", total=600, guard=None, record=tmp_path).go(300)
-    (now,), scale = run.scheduler.get_last_lr(), run.scheduler.get_knobs()["lr/group0"]
-    assert now < LR * scale  # the schedule has decayed
+    options: dict[str, Any] = {"probe": lambda model: 0 * score(model) + 1, "record": tmp_path}
+    run = Run("stacked", total=600, base_lr=LR / 1000, scout=None, guard=None, **options).go(300)
+    (now,) = run.scheduler.get_last_lr()
     run.scheduler.scout_again(SCOUT)
-    lrs = [lrs[0] for lrs in run.scheduler.get_replica_lrs()]
-    assert lrs == pytest.approx([LR * factor for factor in factors_of_round(0)])
-    with pytest.warns(UserWarning, match=r"saw hardly any difference .*: the run goes on with"):
-        run.search()
+    run.search()
     line = results(tmp_path)[-1]
     assert line["reference_lrs"] == {"group0": pytest.approx(now)}
-    assert run.scheduler.get_knobs()["lr/group0"] == pytest.approx(scale * line["factor"])
-    assert run.scheduler.found_lr == pytest.approx(now * line["factor"])
+    assert line["shares"]["prior"] > 0.9
+    assert 1 / GUESS_RATIO < line["factor"] <= 1
+    assert run.scheduler.get_knobs()["lr/group0"] == pytest.approx(line["factor"])
+
+
+def test_found_lr_of_scout_again_is_the_peak_of_the_schedule() -> None:
+    run = Run("stacked", total=600, guard=None).go(300)
+    run.scheduler.scout_again(SCOUT)
+    run.search()
+    scale = run.scheduler.get_knobs()["lr/group0"]
+    assert run.scheduler.found_lr == pytest.approx(LR * scale)
 
 
 def test_search_of_scout_again_resumes_with_its_own_settings() -> None:
@@ -743,8 +758,10 @@ def test_scout_again_says_why_a_search_is_impossible() -> None:
     with pytest.raises(ValueError, match="scout"):
         run.scheduler.scout_again(hdet.Scout())  # ten steps are left
     assert all(map(torch.equal, run.vectors(), weights))
-    with pytest.raises(RuntimeError, match="several replicas"):
-        Run("one", scout=None).scheduler.scout_again()
+    with pytest.raises(RuntimeError, match="does not support ReduceLROnPlateau"):
+        model = net()
+        plateau = ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
+        hdet.HDET(plateau, model=model, scout=None, preset="paper").scout_again()
 
 
 # Bad batches -------------------------------------------------------------------------------------

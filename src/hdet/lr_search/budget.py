@@ -1,5 +1,7 @@
 """The steps that a learning-rate search may take, and how long its rounds are."""
 
+import math
+
 from hdet.lr_search.constants import (
     MAX_SWEEPS,
     MIN_ROUND_STEPS,
@@ -53,11 +55,18 @@ class StepBudget:
         self.limit = _limit(
             scout, SweepGrid(scout.decades, num_replicas), self.round_steps, total_steps
         )
+        self._most = math.inf if total_steps is None else total_steps - 1
+        """The steps that the search may take in need: the run must keep one."""
+        self.limit = min(self.limit, self._most)
         self.used = 0
 
     def fits(self, num_steps: int) -> bool:
         """Whether `num_steps` more stay within the limit."""
         return self.used + num_steps <= self.limit
+
+    def fits_in_run(self, num_steps: int) -> bool:
+        """Whether `num_steps` more leave a step to the run, within the limit or not."""
+        return self.used + num_steps <= self._most
 
 
 def _limit(scout: Scout, grid: SweepGrid, round_steps: int, total_steps: int | None) -> float:

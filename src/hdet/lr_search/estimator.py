@@ -76,8 +76,17 @@ def estimate(observations: Observations, context: SearchContext) -> Estimate:
 
     Three pieces of evidence are combined, each with its error: which learning rates are usual,
     where short rounds gain most, and where they explode. Whatever they say, the run starts below
-    half of the lowest learning rate that exploded.
+    half of the lowest learning rate that exploded, and within the bounds.
     """
+    found = _unbounded(observations, context)
+    low, high = context.bounds
+    if low <= found.factor <= high:
+        return found
+    factor = min(max(found.factor, low), high)
+    return found._replace(factor=factor, reason=Reason.WITHIN_BOUNDS)
+
+
+def _unbounded(observations: Observations, context: SearchContext) -> Estimate:
     points, start = observations.points, observations.reference
     if not points:
         return Estimate(1.0, Reason.NOTHING_FOUND)
@@ -99,9 +108,6 @@ def estimate(observations: Observations, context: SearchContext) -> Estimate:
         limit = divergence / MARGIN_TO_DIVERGENCE / max(context.highest, 1.0)
     if factor > limit:
         factor, reason = limit, Reason.BELOW_DIVERGENCE
-    low, high = context.bounds
-    if not low <= factor <= high:
-        factor, reason = min(max(factor, low), high), Reason.WITHIN_BOUNDS
     return Estimate(factor, reason, 10**error, shares)
 
 

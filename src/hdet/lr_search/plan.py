@@ -125,7 +125,8 @@ class Search:
             self._end(Reason.SWEPT)
             return
         num_steps = self._grid.num_rounds * self.num_steps
-        if len(self._ways) == MAX_SWEEPS - 1 or not (must or self.budget.fits(num_steps)):
+        fits = self.budget.fits_in_run if must else self.budget.fits
+        if len(self._ways) == MAX_SWEEPS - 1 or not fits(num_steps):
             if must:
                 self._give_up()
             self._end(Reason.NO_TIME)
@@ -201,3 +202,5 @@ class Search:
             self._log.load_state_dict(state)
             if self._round == self._grid.num_rounds:
                 self._plan_sweep()
+        if not self.is_over and not self.budget.fits_in_run(self._steps_ahead):
+            self._end(Reason.INTERRUPTED)  # the run resumes with fewer steps

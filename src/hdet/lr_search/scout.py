@@ -14,8 +14,9 @@ class AllRatesDiverged(RuntimeError):
 class Scout:
     """Searches for a learning rate in the first steps of a run.
 
-    Each replica trains alone with its own learning rate. The learning rates cover some decades
-    around what is usual for the optimizer, or around the given one if that is not known. A second
+    Each replica trains alone with its own learning rate. A single replica tries one after the
+    other. The learning rates cover some decades around what is usual for the optimizer, or around
+    the given one if that is not known. In mid-run they cover those around the present one. A second
     sweep follows where the best lies at the end of the range. Three pieces of evidence decide
     together, each with its error: what is usual, where short rounds gain most, and where they
     explode. The run starts with the weights from before the search. The batches of the search are

@@ -27,12 +27,12 @@ class Consensus:
             self._phases.elastic_sync.converge()
             run.rates.write(everything=True)
             return
+        if trial is not None:
+            self._phases.search.interrupt(trial)  # a checkpoint holds the weights of its start
         if run.replicas.size == 1:
             self._phases.cycle_end.note_first_loss(run.exchange())
             run.start_cycle(is_partial=True)
             return
-        if trial is not None:
-            self._phases.search.interrupt(trial)  # a checkpoint holds the weights of its start
         self._average()
 
     def _average(self) -> None:
@@ -64,7 +64,8 @@ class Consensus:
         """
         run, elastic = self._run, self._run.elastic
         have_begun = elastic is None or elastic.have_synced or elastic.has_healed
-        if run.replicas.size == 1 or not have_begun:
+        is_alone = run.replicas.size == 1 and run.progress.trial is None
+        if is_alone or not have_begun:
             yield False
             return
         with ExitStack() as inside:

@@ -51,8 +51,8 @@ class HDET(SearchCalls):
     - The *consensus* is the mean of the replicas' weights.
 
     By default the run has a scout and a guard, and does not explore. It explores if `spread`,
-    `knobs` or a controller is given, or with `preset="paper"`. With one replica and no guard,
-    `HDET` is exactly the base schedule.
+    `knobs` or a controller is given, or with `preset="paper"`. With one replica, `scout=None` and
+    `guard=None`, `HDET` is exactly the base schedule.
 
     Example:
         >>> import torch

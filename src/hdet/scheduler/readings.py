@@ -93,7 +93,7 @@ class RunReadings(LRScheduler):
 
     @property
     def is_scouting(self) -> bool:
-        """Whether the scout runs: each replica tries a learning rate of its own."""
+        """Whether the scout runs: each replica tries learning rates of its own."""
         return self._run.progress.trial is not None
 
     @property

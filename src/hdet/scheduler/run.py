@@ -247,10 +247,14 @@ class Run:
     def probe(
         self, cycle: int, sync_every: int, *, fresh: bool = False, alike: bool = False
     ) -> Tensor | None:
-        """Score the local replicas with the probe; None without one."""
+        """Score the local replicas with the probe; None without one.
+
+        At the end of a cycle a single replica has nothing to compare. In a search it has its
+        earlier rounds.
+        """
         probe = self.settings.probe
         if probe is None or (self.replicas.size == 1 and self.progress.trial is None):
-            return None  # one replica has none to be compared with, but in a search
+            return None
         modules = [module for module in self.modules if module is not None]
         with self.log.timed_probe(), self.as_scored():
             return score_replicas(

@@ -22,9 +22,9 @@ class SearchCalls(RunReadings):
     def scout_again(self, scout: Scout | None = None) -> None:
         """Search for another learning rate from the next step on, for example for new data.
 
-        The replicas try learning rates around the present one. Then the run continues from the
-        present weights. All replicas must call it. In mid-run, short trials favour learning rates
-        that are too low: use it if the learning rate is far off.
+        The replicas try learning rates around the present one, which is also the prior. Then the
+        run continues from the present weights. All replicas must call it. In mid-run, short trials
+        favour learning rates that are too low: use it if the learning rate is far off.
 
         Args:
             scout: The options of the search. None takes those of the run.

@@ -18,9 +18,11 @@ from hdet.replicas.protocol import records_calls
 from hdet.scheduler.compatibility import why_no_scout
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_result import (
+    bounds_of,
     caution_about,
     estimate_of,
     is_far_off,
+    peak_of,
     prior_around_now,
     prior_of_run,
     result_line,
@@ -326,15 +328,16 @@ class SearchPhase:
             run.log.info(result_line(trial, estimate))
             if caution := caution_about(trial, estimate):
                 run.log.warn_once(f"scout at {run.progress.step}", caution)
+            run.progress.found_lr = peak_of(run, trial) * estimate.factor
             run.knob_bank.rescale(estimate.factor)
-            run.progress.found_lr = trial.rates[0] * estimate.factor
             run.clock.scouted(run.progress.step)
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
 
     def _keep_or_change(self, trial: SearchTrial, estimate: Estimate) -> Estimate:
         """With `scout="restart"`, keep the given learning rate unless it is far off."""
-        if not trial.keeps_given_lr or is_far_off(estimate):
+        low, high = bounds_of(self._run, trial)
+        if not trial.keeps_given_lr or is_far_off(estimate) or not low <= 1.0 <= high:
             return estimate
         return Estimate(
             1.0, Reason.GIVEN_IS_KEPT, estimate.within, estimate.shares, declined=estimate.factor

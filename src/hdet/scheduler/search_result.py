@@ -67,13 +67,26 @@ def prior_around_now(run: Run) -> Prior:
 def estimate_of(run: Run, trial: SearchTrial) -> Estimate:
     """Return what a search that is over leads to, for the rest of the schedule."""
     shares = _shares(run, is_mid_run=trial.trigger.is_mid_run)
-    bounds = run.settings.lr_bounds or (0.0, math.inf)
-    unit = trial.rates[0] or 1.0
     return trial.search.estimate(
         peak=peak_over_mean(shares.mean),
         highest=shares.highest,
-        bounds=(bounds[0] / unit, bounds[1] / unit),
+        bounds=bounds_of(run, trial),
     )
+
+
+def bounds_of(run: Run, trial: SearchTrial) -> tuple[float, float]:
+    """Return the factors that put the peak at the ends of `lr_bounds`."""
+    if run.settings.lr_bounds is None:
+        return 0.0, math.inf
+    low, high = run.settings.lr_bounds
+    unit = peak_of(run, trial) or 1.0
+    return low / unit, high / unit
+
+
+def peak_of(run: Run, trial: SearchTrial) -> float:
+    """Return the peak of the first group that a factor of 1 stands for, before a rescaling."""
+    is_mid_run = trial.trigger.is_mid_run
+    return run.knob_bank.lrs(run.base.peaks)[0] if is_mid_run else trial.rates[0]
 
 
 def _shares(run: Run, *, is_mid_run: bool) -> ScheduleShares:
@@ -149,7 +162,8 @@ def _advice(trial: SearchTrial, estimate: Estimate) -> str:
             "was interrupted by a `converge()` or a non-finite loss, and no steps were left to "
             "try a learning rate"
         )
-    if estimate.reason is Reason.NOTHING_FOUND:
+    found_nothing = estimate.reason is Reason.WITHIN_BOUNDS and not estimate.shares
+    if found_nothing or estimate.reason is Reason.NOTHING_FOUND:
         return "found no difference between learning rates"
     if estimate.is_guess:
         changes = not 1 / GUESS_RATIO <= estimate.factor <= GUESS_RATIO
