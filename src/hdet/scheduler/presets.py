@@ -110,7 +110,9 @@ def _best(given: GivenOptions, total_steps: int | None) -> ChosenOptions:
     num_cycles, least = (NUM_EXPLORING_CYCLES, 1) if explores else (NUM_CYCLES, MIN_CYCLE_STEPS)
     return ChosenOptions(
         SPREAD if explores else 0.0,
-        SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // num_cycles), least),
+        SYNC_EVERY
+        if total_steps is None
+        else max(min(SYNC_EVERY, total_steps // num_cycles), least),
         Tracker(relative=has_lr and given.scout is not None) if explores else None,
         Scout() if has_lr else None,
         Guard(offload=True) if has_lr else None,
