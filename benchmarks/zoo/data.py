@@ -155,10 +155,14 @@ def _sheet(path: Path) -> np.ndarray:
 
 
 def _digits(device: torch.device) -> Images:
-    from hdet.cli.demo_data import Digits
+    """The digits of scikit-learn, in the same random order as those of the demo."""
+    from sklearn.datasets import load_digits
 
-    digits = Digits(device)
-    return Images(digits.x[:1200], digits.y[:1200], digits.x[1200:], digits.y[1200:])
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    x = (torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16)[order].to(device)
+    y = torch.tensor(labels)[order].to(device)
+    return Images(x[:1200], y[:1200], x[1200:], y[1200:])
 
 
 def main() -> None:

@@ -8,19 +8,23 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 
 import hdet
+from hdet.cli import demo_runs, demo_sweep
 from hdet.cli import main as cli
+from hdet.cli.demo_data import TASKS
+from hdet.cli.screen import chart_rows
 from hdet.records import reader
 from tests.knob_run import Run
 from tests.processes import POLL_SECONDS, Progress, communicate
 from tests.sample_record import write_sample
 
 HDET = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:scout disabled"]
-HDET += ["-W", "ignore:the scout saw hardly", "-m", "hdet"]
+HDET += ["-W", "ignore:the scout", "-m", "hdet"]
 
 
 def run(*arguments: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -130,7 +134,7 @@ def test_export_names_the_knobs_it_leaves_out(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--replicas", "5"], "`--replicas` must divide 64, got 5"),
+        (["--replicas", "5"], "`--replicas` must divide 32, got 5"),
         (["--steps", "0"], "`--steps` must be"),
         (["--lr", "-1"], "`--lr` must be"),
         (["--lr", "nan"], "`--lr` must be"),
@@ -162,24 +166,57 @@ def test_demo_refuses_to_resume_a_missing_or_other_run(
     assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 1
 
 
-@pytest.mark.parametrize("engine", ["stacked", "processes"])
-def test_demo_that_diverges_reports_it_and_writes_a_page(engine: str, tmp_path: Path) -> None:
-    options = ["--lr", "1e30", "--steps", "120", "--replicas", "2", "--engine", engine]
-    done = run("demo", *options, "--out", tmp_path, status=1)
-    assert "Traceback" not in done.stderr
-    assert "hdet demo: " in done.stderr
+SEARCHES = ("conv-net-too-low", "conv-net-too-high", "transformer-too-low", "transformer-too-high")
+
+
+@pytest.mark.filterwarnings("ignore:scout disabled")
+def test_demo_that_fails_reports_it_and_writes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(run: demo_runs.DemoRun, step: int) -> None:
+        if not run.act.is_paper:
+            raise RuntimeError("all replicas are lost")
+        one_step(run, step)
+
+    one_step = demo_runs.DemoRun._step
+    monkeypatch.setattr(demo_runs.DemoRun, "_step", fail)
+    assert cli.main(["demo", "--steps", "20", "--replicas", "2", "--out", str(tmp_path)]) == 1
+    assert "hdet demo: all replicas are lost" in capsys.readouterr().err
     assert (tmp_path / "report.html").exists()
 
 
-def test_demo_finds_a_better_learning_rate_than_the_plain_run(tmp_path: Path) -> None:
-    run("demo", "--steps", "800", "--replicas", "8", "--out", tmp_path)
-    ours, plain = (reader.read(tmp_path / name) for name in ("hdet", "plain"))
-    (scouted,) = ours.scouts
-    assert scouted.factor is not None
-    assert scouted.factor > 30
-    assert ours.measure("accuracy")[-1][1] > 0.9
-    assert plain.measure("accuracy")[-1][1] < 0.5
-    assert not plain.scouts
+def test_demo_ends_beside_the_sweep_from_both_starts(tmp_path: Path) -> None:
+    text = run("demo", "--steps", "400", "--out", tmp_path).stdout
+    for name in SEARCHES:
+        history = reader.read(tmp_path / name)
+        (searched,) = history.scouts
+        factor = 1 / 1000 if name.endswith("high") else 1000
+        assert searched.factor is not None
+        assert searched.within is not None
+        assert 1 / 20 < searched.factor / factor < 20
+        assert history.reference is not None
+        loss = history.last("loss")
+        assert loss is not None
+        assert loss < 2 * history.reference.bands["loss"][1]
+    fanned_out = reader.read(tmp_path / "paper").cycles
+    assert all(len(set(cycle.knobs[0].values)) == 8 for cycle in fanned_out)
+    assert "1000 times too low" in text
+    assert "best of a sweep, 9 runs: held-out loss" in text
+    assert "the paper's method: 8 replicas, 12 converges: held-out loss" in text
+    body = (tmp_path / "report.html").read_text()
+    assert body.index("the scout found") < body.index("Side by side")
+
+
+def test_stored_sweep_says_how_it_was_made() -> None:
+    stored = json.loads(demo_sweep.FILE.read_text())
+    assert {"made_by", "commit", "date", "device", "seeds", "rows"} <= stored.keys()
+    for task in TASKS:
+        rows = [row for row in stored["rows"] if row["task"] == task.name]
+        best = stored["best"][task.name]
+        assert len(rows) == best["runs"] * best["seeds"]
+        assert stored["steps"][task.name] == task.steps
+        rates = sorted({row["lr"] for row in rows})
+        assert rates[0] < best["lr"] < rates[-1]
 
 
 def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -188,7 +225,7 @@ def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert shown.stdout is not None
-    shown.stdout.readline()
+    read_until(shown.stdout, "  step ")
     for _ in range(2):
         os.killpg(shown.pid, signal.SIGINT)
     communicate(shown)  # ends when all processes have closed the pipe, replicas too
@@ -196,79 +233,62 @@ def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint.pt").exists()
 
 
+def read_until(stream: IO[str], words: str) -> str:
+    for line in stream:
+        if words in line:
+            return line
+    raise AssertionError(f"{words} is not in the output")
+
+
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 def test_demo_resumes_after_ctrl_c(engine: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = ["demo", "--steps", "160", "--lr", "0.03", "--replicas", "2", "--engine", engine]
+    command = ["demo", "--steps", "60", "--lr", "0.03", "--replicas", "2", "--engine", engine]
     command += ["--out", str(out)]
     stopped = subprocess.Popen(
         [*HDET, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert stopped.stdout is not None
-    assert stopped.stdout.readline().startswith("step 10/160  cycle 1  hdet: loss ")
+    read_until(stopped.stdout, "run 2 of 3")
+    read_until(stopped.stdout, "  step ")
     stopped.send_signal(signal.SIGINT)
     text, errors = communicate(stopped)
     assert stopped.returncode == 130, errors
     assert "the same command with --resume goes on" in text
-    results = reader.read(out / "hdet")
+    results = reader.read(out / "conv-net")
     assert not results.damaged
-    assert not results.is_finished
-    assert 0 < results.last_step < 160
+    assert 0 < results.last_step < 60
     assert (out / "report.html").exists()
     torch.load(out / "checkpoint.pt", weights_only=True)
 
-    kept = torch.load(out / "checkpoint.pt", weights_only=True)
     text = run(*command, "--resume").stdout
-    if engine == "stacked":  # the plain run was not stopped
-        run("demo", *command[1:-1], tmp_path / "whole")
-        ends = [
-            torch.load(one / "checkpoint.pt", weights_only=True)
-            for one in (out, tmp_path / "whole")
-        ]
-        ours, theirs = (end["runs"]["plain"]["states"][0] for end in ends)
-        assert kept["step"] < 160
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert "after 160 of 160 steps" in text
     assert f"report      {out / 'report.html'}" in text
-    for name in ("hdet", "plain"):
+    for name in ("paper", "conv-net", "transformer"):
         results = reader.read(out / name)
         assert results.is_finished
-        assert results.num_replicas == (1 if (engine, name) == ("stacked", "plain") else 2)
-        assert [cycle.step for cycle in results.cycles] == list(range(10, 161, 10))
-        assert results.measure("accuracy")[-1][1] > 0.9
+        assert results.num_replicas == 2
+    cycles = [cycle.step for cycle in reader.read(out / "conv-net").cycles]
+    assert cycles == sorted(set(cycles))
     assert "the run in" in run(*command, "--resume", status=1).stderr
+    assert "`--lr` must be" in run(*command, "--lr", "0.1", "--resume", status=1).stderr
 
 
-def test_demo_resumes_on_another_engine_and_with_other_replicas(tmp_path: Path) -> None:
-    out = str(tmp_path / "run")
-    common = ["--steps", "100", "--lr", "0.03", "--out", out]
-    stop_soon = subprocess.Popen(
-        [*HDET, "demo", *common, "--replicas", "4"], stdout=subprocess.PIPE, text=True
-    )
-    assert stop_soon.stdout is not None
-    stop_soon.stdout.readline()
-    stop_soon.send_signal(signal.SIGINT)
-    communicate(stop_soon)
-    assert stop_soon.returncode == 130
-    run("demo", *common, "--replicas", "2", "--engine", "processes", "--resume")
-    results = reader.read(tmp_path / "run" / "hdet")
-    assert results.is_finished
-    assert {len(cycle.losses) for cycle in results.cycles} == {2, 4}
-    assert "`--lr` must be" in run("demo", *common, "--lr", "0.1", "--resume", status=1).stderr
-
-
-@pytest.mark.filterwarnings("ignore:scout disabled")
+@pytest.mark.filterwarnings("ignore:scout disabled", "ignore:the scout")
 def test_files_of_an_earlier_demo_are_moved_aside(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    for steps in ("10", "20"):
-        assert cli.main(["demo", "--steps", steps, "--out", str(out)]) == 0
-    assert reader.read(out / "hdet").last_step == 20
-    assert reader.read(out / "earlier-1" / "hdet").last_step == 10
+    (out / "mine").mkdir(parents=True)
+    for steps in ("6", "9"):
+        options = ["--steps", steps, "--replicas", "2", "--lr", "0.01", "--out", str(out)]
+        assert cli.main(["demo", *options]) == 0
+    assert reader.read(out / "conv-net").last_step == 9
+    assert reader.read(out / "earlier-1" / "conv-net").last_step == 6
+    assert (out / "mine").exists()
 
 
 def test_terminal_gets_a_live_display(tmp_path: Path) -> None:
     master, terminal = pty.openpty()
-    command = [*HDET, "demo", "--steps", "60", "--out", str(tmp_path / "run")]
+    options = ["--steps", "60", "--lr", "0.01", "--out", str(tmp_path / "run")]
+    command = [*HDET, "demo", *options]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     shown = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
@@ -286,6 +306,19 @@ def test_terminal_gets_a_live_display(tmp_path: Path) -> None:
     os.close(master)
     assert shown.wait() == 0, screen.decode()
     text = screen.decode()
-    for words in ("hdet demo", "training", "learning rates", "├", "left", "held-out loss"):
+    for words in ("run 1 of 3", "fan out", "converge", "from the average", "├", "average"):
         assert words in text
-    assert json.loads((tmp_path / "run" / "hdet" / "record.jsonl").read_text().splitlines()[0])
+    for words in ("scout", "best of a sweep, 9 runs", "░", "found", "price of", "within"):
+        assert words in text
+    first = (tmp_path / "run" / "paper" / "record.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["event"] == "run"
+
+
+def test_chart_shades_the_sweep_and_marks_the_losses() -> None:
+    rows = chart_rows([(0, 2.0), (100, 0.2)], 100, (0.1, 0.2))
+    lines = ["".join(text for text, _ in row) for row in rows]
+    assert lines[0].endswith("2.0000 │●" + " " * 59)
+    assert "░" not in lines[0]
+    assert lines[-1].endswith("0.1000 │" + "░" * 60)
+    assert sum("●" in line for line in lines) == 2
+    assert "●" in next(line for line in lines if "░" in line)

@@ -309,3 +309,13 @@ def test_monitor_continues_from_a_state_of_before_there_was_a_ceiling() -> None:
     assert monitor.ceiling == math.inf
     assert monitor.check_cycle(2.6, 0.01) is None
     assert monitor.check_cycle(9.0, 0.01) is not None
+
+
+def test_failure_at_a_learning_rate_of_zero_lowers_nothing() -> None:
+    monitor = GuardMonitor(Guard())
+    monitor.set_first_loss(1.0, 0.1)
+    for _ in range(4):
+        monitor.check_cycle(9.0, 0.1, lr=0.0)
+        if monitor.consecutive_rollbacks:
+            assert monitor.scale_factor(0.0, 1.0) == 1.0
+    assert monitor.scale_correction == 1.0

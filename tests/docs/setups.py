@@ -83,7 +83,9 @@ class Tracker:
 
 def tracked_loop() -> Names:
     """A loop beside an experiment tracker."""
-    return {**loop(), "wandb": Tracker()}
+    names = loop()
+    names["loader"] = names["loader"][:1] * 6  # other batches differ by more than six steps gain
+    return {**names, "wandb": Tracker()}
 
 
 def stacked_run() -> Names:

@@ -186,7 +186,7 @@ def test_scores_of_a_search_are_drawn(tmp_path: Path) -> None:
     assert "Chosen: 2e-3, the lowest that gains nearly as much as the best." in body
     assert plot["data"][1]["x"] == pytest.approx([1e-3, 2e-3, 4e-3])
     assert "The schedule peaks at 4e-3: what was found, for the batch of all replicas and" in body
-    assert "taken back to its last good weights" in body
+    assert "taken back to its best weights" in body
     assert "mean loss 9 exceeds the limit 4 (recent level 3)" in body
     several = page_of(write_sample(tmp_path / "b", cycles=3, scouted=True))
     assert "times the given learning rate" not in several

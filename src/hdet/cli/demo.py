@@ -1,7 +1,6 @@
-"""`hdet demo`: a learning rate that is far too low, with hdet and without, side by side.
+"""`hdet demo`: the paper's method, then learning rates that are far off, beside a sweep.
 
-Both runs get the same model, learning rate, batches and number of steps, on handwritten digits that
-install with pip.
+Everything is trained on handwritten digits that install with pip.
 """
 
 import signal
@@ -14,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hdet.cli import demo_processes
-from hdet.cli.demo_runs import CHECKPOINT, PLAIN, WITH_HDET, DemoPair, DemoSettings
-from hdet.cli.progress import Display, Score, display_for
-from hdet.records.history import FILE_NAME, History
+from hdet.cli.demo_acts import Act, DemoSettings, acts
+from hdet.cli.demo_data import TASKS
+from hdet.cli.demo_results import histories_of
+from hdet.cli.demo_runs import CHECKPOINT, train_all
+from hdet.cli.progress import Display, display_for
+from hdet.records.history import History
 from hdet.report import build as report
 
 PAGE = "report.html"
@@ -26,16 +28,14 @@ class DemoResult(NamedTuple):
     """What the demo came to when it ended or was stopped.
 
     Attributes:
-        scores: The last measurements of each run.
-        found: For each run the peak of its schedule times the scale at the end.
-        step: The number of steps that were made.
+        runs: The runs that were made.
+        stopped: Whether Ctrl-C stopped it.
         page: The report.
         checkpoint: The checkpoint to resume from.
     """
 
-    scores: list[Score]
-    found: list[float]
-    step: int
+    runs: list[tuple[Act, History]]
+    stopped: bool
     page: Path
     checkpoint: Path
 
@@ -43,38 +43,32 @@ class DemoResult(NamedTuple):
 def run(
     settings: DemoSettings, folder: Path, *, resume: bool, display: Display | None = None
 ) -> DemoResult:
-    """Train both runs and write the report. Ctrl-C stops at the end of the cycle.
+    """Make all runs and write the report. Ctrl-C stops at the end of the cycle.
 
     Args:
         settings: The options of the demo.
         folder: Where records, checkpoint and report are written.
-        resume: Whether to continue the run in that folder.
+        resume: Whether to continue the demo in that folder.
         display: Shows the progress; by default what suits the terminal.
 
     Raises:
         FileNotFoundError: There is nothing to resume.
-        ValueError: The run to resume has other settings, or has ended.
+        ValueError: The demo to resume has other settings, or has ended.
     """
     prepare(folder, settings, resume)
     try:
-        with display or display_for() as shown, _asked_to_stop() as stopped:
+        with display or display_for() as shown, _asked_to_stop() as asked:
             if settings.engine == "stacked":
                 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-                pair = DemoPair(settings, folder, device)
-                step = pair.train(pair.load() if resume else 0, shown.show, stopped)
-                scores = pair.scores()
+                stopped = train_all(settings, folder, device, shown.show, asked, resume=resume)
             else:
-                scores, step = demo_processes.train(settings, folder, resume, shown, stopped)
+                stopped = demo_processes.train(settings, folder, resume, shown, asked)
     finally:  # a run that diverged or was interrupted gets a report, too
-        histories = _write_report(folder)
-    scales = [each.cycles[-1].knobs[0].scale if each.cycles else None for each in histories]
-    found = [settings.lr * (scale or 1.0) for scale in scales]
-    return DemoResult(scores, found, step, folder / PAGE, folder / CHECKPOINT)
-
-
-def _write_report(folder: Path) -> list[History]:
-    runs = [folder / name for name in (WITH_HDET, PLAIN) if (folder / name / FILE_NAME).exists()]
-    return report.write(runs, folder / PAGE) if runs else []
+        runs = histories_of(acts(settings), folder)
+        if runs:
+            searches_first = sorted(runs, key=lambda run: run[0].is_paper)
+            report.write([folder / act.name for act, _ in searches_first], folder / PAGE)
+    return DemoResult(runs, stopped, folder / PAGE, folder / CHECKPOINT)
 
 
 def prepare(folder: Path, settings: DemoSettings, resume: bool) -> None:
@@ -94,21 +88,23 @@ def _check_can_resume(folder: Path, settings: DemoSettings) -> None:
         saved = torch.load(checkpoint, weights_only=True)
     except Exception as error:
         raise ValueError(f"{checkpoint} cannot be read: {error}") from None
-    if not isinstance(saved, dict) or not {"step", "settings", "runs"} <= saved.keys():
+    if not isinstance(saved, dict) or not {"act", "step", "settings", "run"} <= saved.keys():
         raise ValueError(f"{checkpoint} is not a checkpoint of the demo")
     for name, value in saved["settings"].items():
-        if value is not None and getattr(settings, name) != value:
+        if name not in ("engine", "replicas") and getattr(settings, name) != value:
             raise ValueError(
                 f"`--{name}` must be that of the run to resume ({value}), "
                 f"got {getattr(settings, name)}."
             )
-    if saved["step"] >= settings.steps:
+    everything = acts(settings)
+    if saved["act"] == len(everything) - 1 and saved["step"] >= everything[-1].steps:
         raise ValueError(f"nothing to resume: the run in {folder} has ended")
 
 
 def _set_aside(folder: Path) -> None:
     """Move the files of an earlier demo into a folder of their own."""
-    names = (WITH_HDET, PLAIN, CHECKPOINT, PAGE)
+    tasks = [f"{task.name}{end}" for task in TASKS for end in ("", "-too-low", "-too-high")]
+    names = ("paper", *tasks, CHECKPOINT, PAGE)
     left = [folder / name for name in names if (folder / name).exists()]
     if left:
         number = next(n for n in count(1) if not (folder / f"earlier-{n}").exists())

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
-from hdet.cli.demo_runs import DemoPair, DemoSettings
-from hdet.cli.progress import Display, Score, Status
+from hdet.cli.demo_acts import DemoSettings
+from hdet.cli.demo_runs import train_all
+from hdet.cli.progress import Display, Status
 from hdet.replicas.factory import gloo_group
 
 
 def train(
     settings: DemoSettings, folder: Path, resume: bool, shown: Display, stopped: Callable[[], bool]
-) -> tuple[list[Score], int]:
+) -> bool:
     """Start one process for each replica, and show their progress until they end.
 
     Args:
@@ -29,7 +30,7 @@ def train(
         stopped: Whether to stop at the end of the present cycle.
 
     Returns:
-        The last measurements of each run, and the number of steps that are done.
+        Whether the runs were stopped.
 
     Raises:
         RuntimeError: A process failed.
@@ -40,7 +41,7 @@ def train(
         arguments = (settings, folder, resume, shared, messages, stop)
         with _ctrl_c_ignored():  # it reaches all processes; this one alone passes it on
             workers = spawn(_train_one_replica, arguments, settings.replicas, join=False)
-        answer: tuple[list[Score], int] | None = None
+        answer: bool | None = None
         try:
             while not workers.join(timeout=0.1) or not messages.empty():
                 if stopped():
@@ -76,11 +77,12 @@ def _train_one_replica(
             if rank == 0:
                 messages.put(("status", (status, milestone)))
 
-        pair = DemoPair(settings, folder, torch.device("cpu"))
-        start = pair.load() if resume else 0
-        step = pair.train(start, show, lambda: agree(stop.is_set()))
+        device = torch.device("cpu")
+        answer = train_all(
+            settings, folder, device, show, lambda: agree(stop.is_set()), resume=resume
+        )
         if rank == 0:
-            messages.put(("answer", (pair.scores(), step)))
+            messages.put(("answer", answer))
 
 
 @contextmanager

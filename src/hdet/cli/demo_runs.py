@@ -1,248 +1,255 @@
-"""The two runs of the demo: the same model and batches, with hdet and without.
+"""A run of the demo: model, optimizer, scheduler, and the loop that trains them.
 
 All random numbers are drawn from the step alone, so that a run that was stopped continues exactly.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet._validation import check_choice, check_integer, check_positive
-from hdet.cli.demo_data import BATCH, Digits, loss_of, network
-from hdet.cli.progress import Score, Status, number
+from hdet.cli.demo_acts import Act, DemoSettings, acts
+from hdet.cli.demo_data import Batches
+from hdet.cli.demo_sweep import sweep_of
+from hdet.cli.progress import ReplicaView, Status
 
-SYNC_EVERY, NUM_MILESTONES = 10, 30
+NUM_MILESTONES = 20
 CHECKPOINT = "checkpoint.pt"
-WITH_HDET, PLAIN = "hdet", "plain"
-"""The names of the two runs, and of their folders."""
-OPTIONS: dict[str, dict[str, Any]] = {WITH_HDET: {}, PLAIN: {"scout": None, "guard": None}}
-"""The options of each run beside those that both have."""
-ENGINES = ("stacked", "processes")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoSettings:
-    """The options of `hdet demo`.
+class LastEvents:
+    """A sink that keeps the last end of a cycle, and what the scout found."""
 
-    Attributes:
-        replicas: The number of replicas; it must divide the batch.
-        steps: The number of optimizer steps.
-        lr: The learning rate that both runs start with. The default is about 300 times below a
-            usual one for this network.
-        engine: `stacked` for all replicas on one device, `processes` for one process each.
+    def __init__(self) -> None:
+        self.cycle: Mapping[str, Any] = {}
+        self.search: Mapping[str, Any] = {}
 
-    Raises:
-        TypeError: An option has the wrong type.
-        ValueError: An option is out of range.
-    """
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Take an event."""
+        if event["event"] == "cycle":
+            self.cycle = event
+        elif event["event"] == "scout" and event["factor"] is not None:
+            self.search = event
 
-    replicas: int = 4
-    steps: int = 3000
-    lr: float = 1e-4
-    engine: Literal["stacked", "processes"] = "stacked"
-
-    def __post_init__(self) -> None:
-        check_integer("--replicas", self.replicas, at_least=1)
-        check_integer("--steps", self.steps, at_least=1)
-        check_positive("--lr", self.lr)
-        check_choice("--engine", self.engine, ENGINES)
-        if BATCH % self.replicas:
-            raise ValueError(f"`--replicas` must divide {BATCH}, got {self.replicas}.")
-
-
-def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of both runs."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
-
-
-def schedule(optimizer: torch.optim.Optimizer, settings: DemoSettings, **options: Any) -> hdet.HDET:
-    """OneCycleLR, wrapped by hdet with these options."""
-    base = OneCycleLR(optimizer, settings.lr, total_steps=settings.steps, cycle_momentum=False)
-    return hdet.HDET(base, sync_every=SYNC_EVERY, **options)
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class DemoRun:
-    """One of the two runs: a model, its optimizer and its scheduler.
+    """One run; with the engine `processes`, the part of one replica in it.
 
     Args:
-        name: The name of the run.
-        model: The model to evaluate and to save.
-        optimizer: The optimizer that makes the steps.
-        scheduler: The scheduler, which writes the record.
-        losses: The loss of each local replica on a batch.
+        act: What is trained, from which learning rate.
+        settings: The options of the demo.
+        folder: The folder of the demo. The run writes its record to a folder inside it.
+        device: The device of the model.
     """
 
     def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: hdet.HDET,
-        losses: Callable[[Tensor, Tensor], Tensor],
+        self, act: Act, settings: DemoSettings, folder: Path, device: torch.device
     ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._losses = losses
-        self.score = Score(name, lr=scheduler.get_base_lr()[0])
+        self.act = act
+        self.replica, self.num_replicas = 0, settings.replicas
+        self._batches = Batches(act.task, device)
+        self._sweep = sweep_of(act.task.name)
+        self._last = LastEvents()
+        self._record = [folder / act.name, self._last]
+        self._curve: list[tuple[int, float]] = []
+        self._measures: dict[str, float] = {}
+        self._sums, self._summed = torch.zeros(settings.replicas), 0
+        self._modules: Sequence[nn.Module] = ()
+        (self._stacked if settings.engine == "stacked" else self._distributed)(device)
+        if self.replica == 0 and not act.is_paper:
+            self._sweep.reference(act.task.name).write(folder / act.name)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
-        """Train on one batch."""
+    def _stacked(self, device: torch.device) -> None:
+        self.model = self.act.task.network(0, device)
+        ensemble = hdet.StackedReplicas(self.model, self.num_replicas)
+        self.optimizer: torch.optim.Optimizer = ensemble.optimizer(
+            self.act.task.optimizer(self.model, self.act.lr)
+        )
+        self.scheduler = self._scheduler(self.model, ensemble)
+        self._losses: Callable[..., Tensor] = ensemble.losses
+        self._modules = ensemble.modules(self.model)
+
+    def _distributed(self, device: torch.device) -> None:
+        replicas = hdet.ProcessReplicas()
+        self.model = self.act.task.network(0, device)
+        wrapped = nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = self.act.task.optimizer(wrapped, self.act.lr)
+        self.scheduler = self._scheduler(wrapped, replicas)
+        self.replica = replica = replicas.local[0]
+
+        def losses(loss_of: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(wrapped, *(part.chunk(replicas.size)[replica] for part in (x, y)))
+
+        self._losses = losses
+
+    def _scheduler(self, model: nn.Module, replicas: Any) -> hdet.HDET:
+        act, shared = self.act, {"model": model, "replicas": replicas, "record": self._record}
+        base = OneCycleLR(self.optimizer, act.lr, total_steps=act.steps, cycle_momentum=False)
+        if act.is_paper:
+            return hdet.HDET(base, preset="paper", sync_every=act.sync_every, **shared)
+        return hdet.HDET(base, **shared)
+
+    def _step(self, step: int) -> None:
+        """Train on the batch of a step."""
+        if step % self.act.sync_every == 0 or self.scheduler.is_scouting:
+            self._sums, self._summed = torch.zeros(self.num_replicas), 0
         self.optimizer.zero_grad()
-        losses = self._losses(x, y)
+        losses = self._losses(self.act.task.loss, *self._batches.batch(step))
         losses.sum().backward()
         self.optimizer.step()
         self.scheduler.step(losses)
-        self.score = self.score._replace(lr=self.scheduler.get_base_lr()[0])
-        self._last = losses.detach()
-
-    def evaluate(self, digits: Digits) -> None:
-        """Measure the consensus on held-out images, and note it in the record."""
-        with self.scheduler.consensus():
-            loss, accuracy = digits.evaluate(self.model)
-        self.scheduler.note(loss=loss, accuracy=accuracy)
-        self.score = self.score._replace(
-            training_loss=float(self._last.mean()), loss=loss, accuracy=accuracy
-        )
-
-    def save(self) -> dict[str, Any]:
-        """Average the replicas; the states to save."""
-        self.scheduler.converge()
-        parts = (self.model, self.optimizer, self.scheduler)
-        return {"states": [part.state_dict() for part in parts], "score": tuple(self.score)}
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Continue from states that `save` returned."""
-        parts: tuple[Any, ...] = (self.model, self.optimizer, self.scheduler)
-        for part, state in zip(parts, saved["states"], strict=True):
-            part.load_state_dict(state)
-        self.score = Score(*saved["score"])
-
-
-class DemoPair:
-    """Both runs in this process; with the engine `processes`, the part of one replica in each.
-
-    Args:
-        settings: The options of the demo.
-        folder: The folder of the demo. Each run writes its record to a folder inside it.
-        device: The device of the models.
-    """
-
-    def __init__(self, settings: DemoSettings, folder: Path, device: torch.device) -> None:
-        self.settings, self.digits, self.folder = settings, Digits(device), folder
-        self.replica = 0
-        make = self._stacked if settings.engine == "stacked" else self._distributed
-        self.runs = [make(name, own, folder / name, device) for name, own in OPTIONS.items()]
-
-    def _stacked(
-        self, name: str, own: dict[str, Any], folder: Path, device: torch.device
-    ) -> DemoRun:
-        model = network(device)
-        optimizer = sgd(model, self.settings.lr)
-        if name == PLAIN:
-            # With one replica and these options hdet is exactly the base schedule.
-            scheduler = schedule(optimizer, self.settings, model=model, record=folder, **own)
-            return DemoRun(name, model, optimizer, scheduler, lambda x, y: loss_of(model, x, y))
-        ensemble = hdet.StackedReplicas(model, self.settings.replicas)
-        stacked = ensemble.optimizer(optimizer)
-        scheduler = schedule(
-            stacked, self.settings, model=model, replicas=ensemble, record=folder, **own
-        )
-        return DemoRun(name, model, stacked, scheduler, lambda x, y: ensemble.losses(loss_of, x, y))
-
-    def _distributed(
-        self, name: str, own: dict[str, Any], folder: Path, device: torch.device
-    ) -> DemoRun:
-        replicas = hdet.ProcessReplicas()
-        inner = network(device)
-        model = nn.parallel.DistributedDataParallel(inner)
-        optimizer = sgd(model, self.settings.lr)
-        scheduler = schedule(
-            optimizer, self.settings, model=model, replicas=replicas, record=folder, **own
-        )
-        self.replica = replica = replicas.local[0]
-
-        def losses(x: Tensor, y: Tensor) -> Tensor:
-            return loss_of(model, *(part.chunk(replicas.size)[replica] for part in (x, y)))
-
-        return DemoRun(name, inner, optimizer, scheduler, losses)
-
-    def status(self, step: int) -> Status:
-        """What the display shows after a step."""
-        scheduler = self.runs[0].scheduler
-        return Status(
-            step=step,
-            total=self.settings.steps,
-            cycle=step // SYNC_EVERY,
-            sync_every=SYNC_EVERY,
-            phase="scouting" if scheduler.is_scouting else "training",
-            replica_lrs=[lrs[0] for lrs in scheduler.get_replica_lrs()],
-            scores=self.scores(),
-            remark=self._remark(scheduler),
-        )
-
-    def _remark(self, scheduler: hdet.HDET) -> str:
-        (factor,) = scheduler.get_knobs().values()
-        if factor == 1.0 or scheduler.is_scouting:
-            return ""
-        return f"found: {number(self.settings.lr * factor)}, {factor:,.4g} times the given one"
+        if losses.dim():
+            self._sums, self._summed = self._sums + losses.detach().cpu(), self._summed + 1
 
     def train(
         self,
         start: int,
         show: Callable[..., None],
         stopped: Callable[[], bool],
-    ) -> int:
-        """Train both runs, with an evaluation and a checkpoint at each milestone.
+        save: Callable[[int], None],
+    ) -> tuple[int, bool]:
+        """Train, with an evaluation and a checkpoint at each milestone.
 
         Args:
             start: The first step.
             show: Called with the status after each step.
             stopped: Whether to stop at the end of the present cycle.
+            save: Writes a checkpoint after this many steps.
 
         Returns:
-            The number of steps that are done.
+            The number of steps that are done, and whether the run was stopped.
         """
-        every = -(-self.settings.steps // (NUM_MILESTONES * SYNC_EVERY)) * SYNC_EVERY
-        for step in range(start, self.settings.steps):
-            batch = self.digits.batch(step)
-            for run in self.runs:
-                torch.manual_seed(1000 * step + self.replica)  # for dropout
-                run.step(*batch)
+        act = self.act
+        cycles = 1 if act.is_paper else -(-act.steps // (NUM_MILESTONES * act.sync_every))
+        if not start:
+            self._curve = [(0, self._batches.evaluate(self.model)["loss"])]
+        for step in range(start, act.steps):
+            self._step(step)
             done = step + 1
-            is_milestone = done % every == 0 or done == self.settings.steps
-            stops = done % SYNC_EVERY == 0 and stopped()
+            is_end = done % act.sync_every == 0
+            is_milestone = done % (cycles * act.sync_every) == 0 or done == act.steps
+            stops = is_end and stopped()
             if is_milestone or stops:
-                for run in self.runs:
-                    run.evaluate(self.digits)
-                self.save(done)
-            show(self.status(done), milestone=is_milestone)
+                self._evaluate(done)
+                save(done)
+            show(self._status(done), milestone=is_milestone)
             if stops:
-                return done
-        return self.settings.steps
+                return done, True
+        return act.steps, False
 
-    def scores(self) -> list[Score]:
-        """The last measurements of both runs."""
-        return [run.score for run in self.runs]
+    def _evaluate(self, step: int) -> None:
+        """Measure the consensus on held-out images, and note it in the record."""
+        with self.scheduler.consensus():
+            self._measures = self._batches.evaluate(self.model)
+        self.scheduler.note("", **self._measures)
+        self._curve.append((step, self._measures["loss"]))
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint of both runs."""
-        saved = {run.score.name: run.save() for run in self.runs}
-        if self.replica == 0:
-            folder = self.folder
-            about = {**asdict(self.settings), "engine": None, "replicas": None}
-            partial = folder / f"{CHECKPOINT}.partial"
-            torch.save({"step": step, "settings": about, "runs": saved}, partial)
-            partial.replace(folder / CHECKPOINT)  # atomic: a kill leaves the old file or the new
+    def _status(self, step: int) -> Status:
+        """What the display shows after a step."""
+        act, search = self.act, self._last.search
+        is_end = act.is_paper and step % act.sync_every == 0
+        phase = "converge" if is_end else "fan out" if act.is_paper else "train"
+        return Status(
+            title=act.title,
+            step=step,
+            total=act.steps,
+            cycle=-(-step // act.sync_every),
+            sync_every=act.sync_every,
+            phase="scout" if self.scheduler.is_scouting else phase,
+            replicas=self._views(is_end),
+            lr=self.scheduler.get_base_lr()[0],
+            given=act.lr,
+            found=self.scheduler.found_lr,
+            within=search.get("within"),
+            measures=self._measures,
+            curve=self._curve,
+            band=None if act.is_paper else self._sweep.loss,
+            price=self._sweep.price,
+        )
 
-    def load(self) -> int:
-        """Continue from the checkpoint in the folder; returns its step."""
-        device = self.digits.x.device
-        saved = torch.load(self.folder / CHECKPOINT, map_location=device, weights_only=True)
-        for run in self.runs:
-            run.load(saved["runs"][run.score.name])
-        return int(saved["step"])
+    def _views(self, is_end: bool) -> list[ReplicaView]:
+        lrs = [lrs[0] for lrs in self.scheduler.get_replica_lrs()]
+        unknown: list[float | None] = [None] * len(lrs)
+        losses, distances = unknown, unknown
+        if self._summed:
+            losses = (self._sums / self._summed).tolist()
+        if is_end and self._last.cycle:  # just before the average
+            distances = self._last.cycle["distances"]
+            losses = self._last.cycle["losses"]
+            lrs = self._last.cycle["knobs"][0]["lrs"]
+        elif self.act.is_paper and self._modules:
+            distances = [*distances_of(self._modules)]
+        return [ReplicaView(*view) for view in zip(lrs, losses, distances, strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        """Average the replicas; the state to save. All processes must call it together."""
+        self.scheduler.converge()
+        parts = (self.model, self.optimizer, self.scheduler)
+        return {"states": [part.state_dict() for part in parts], "curve": self._curve}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        parts: tuple[Any, ...] = (self.model, self.optimizer, self.scheduler)
+        for part, state in zip(parts, saved["states"], strict=True):
+            part.load_state_dict(state)
+        self._curve = [(int(step), float(loss)) for step, loss in saved["curve"]]
+
+
+@torch.no_grad()
+def distances_of(modules: Sequence[nn.Module]) -> list[float]:
+    """How far the weights of each module are from their mean, relative to it."""
+    rows = torch.stack([nn.utils.parameters_to_vector(each.parameters()) for each in modules])
+    mean = rows.mean(0)
+    distances: list[float] = ((rows - mean).norm(dim=1) / mean.norm()).tolist()
+    return distances
+
+
+def train_all(
+    settings: DemoSettings,
+    folder: Path,
+    device: torch.device,
+    show: Callable[..., None],
+    stopped: Callable[[], bool],
+    *,
+    resume: bool,
+) -> bool:
+    """Make all runs, one after another; with `resume`, from the checkpoint in the folder on.
+
+    Returns:
+        Whether they were stopped.
+    """
+    saved: dict[str, Any] = {"act": 0, "step": 0, "run": None}
+    if resume:
+        saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
+    about = {**asdict(settings), "engine": None, "replicas": None}
+    everything = acts(settings)
+    for number, act in enumerate(everything):
+        if number < saved["act"]:
+            continue
+        run, start = DemoRun(act, settings, folder, device), 0
+        if number == saved["act"] and saved["run"] is not None:
+            run.load(saved["run"])
+            start = saved["step"]
+
+        def save(step: int, run: DemoRun = run, number: int = number) -> None:
+            place = {"act": number, "step": step, "settings": about, "run": run.state()}
+            if run.replica == 0:
+                partial = folder / f"{CHECKPOINT}.partial"
+                torch.save(place, partial)
+                partial.replace(folder / CHECKPOINT)  # atomic: a kill leaves the old or the new
+
+        def show_it(status: Status, *, milestone: bool, number: int = number) -> None:
+            counted = status._replace(number=number + 1, runs=len(everything))
+            show(counted, milestone=milestone)
+
+        if run.train(start, show_it, stopped, save)[1]:
+            return True
+    return False

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from hdet._version import __version__
 from hdet.cli import demo
-from hdet.cli.demo_runs import ENGINES, DemoSettings
-from hdet.cli.progress import score_table
+from hdet.cli.demo_acts import ENGINES, DemoSettings
+from hdet.cli.demo_results import paper_line, results_table
 from hdet.records import reader, schedule_export
 from hdet.records.history import History
 from hdet.report import build as report
 
+WORDS = (
+    "found: the peak of the schedule; within: the best one probably lies within this factor;",
+    "sweep: plain OneCycleLR from nine learning rates, made beforehand; middle of three seeds",
+)
 STOPPED = 130
 """The exit status of a command that Ctrl-C ended, as shells have it."""
 
@@ -61,24 +65,24 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     usual = DemoSettings()
     command = commands.add_parser(
         "demo",
-        help="train from a bad learning rate and watch it: hdet beside the plain run",
+        help="the method at work, then learning rates 1000 times off beside a sweep",
         description=(
-            "Train a small network on handwritten digits from a learning rate that is far too low, "
-            "once with hdet and once with plain OneCycleLR, side by side and with the same budget: "
-            "in its first steps hdet finds a better one. It takes about two minutes "
-            "on two cores, stacks its replicas on a GPU if there is one, and leaves a record, a "
-            "checkpoint and an HTML report. Ctrl-C stops it after the cycle; the same command with "
-            "--resume goes on."
+            "First the paper's method: replicas fan out and converge. Then two small tasks, a conv "
+            "net and a transformer, each from a learning rate that is 1000 times too low and from "
+            "one that is 1000 times too high, beside the best of a sweep that was made beforehand. "
+            "It takes about two minutes on two cores, downloads nothing, stacks its replicas on a "
+            "GPU if there is one, and leaves records, a checkpoint and an HTML report. Ctrl-C "
+            "stops it after the cycle; the same command with --resume goes on."
         ),
     )
     command.add_argument(
         "--replicas", type=int, default=usual.replicas, help="how many (default: %(default)s)"
     )
     command.add_argument(
-        "--steps", type=int, default=usual.steps, help="optimizer steps (default: %(default)s)"
+        "--steps", type=int, help="optimizer steps of each run (default: those of the task)"
     )
     command.add_argument(
-        "--lr", type=float, default=usual.lr, help="that both start with (default: %(default)s)"
+        "--lr", type=float, help="learning rate of each run (default: far too low and too high)"
     )
     command.add_argument(
         "--engine",
@@ -107,17 +111,14 @@ def _demo(chosen: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         chosen.refuse(str(error))
     result = demo.run(settings, chosen.out, resume=chosen.resume)
-    stopped = result.step < settings.steps
-    title = f"{'stopped' if stopped else 'after'} {result.step} of {settings.steps} steps"
-    pairs = zip(result.scores, result.found, strict=True)
+    title = "stopped" if result.stopped else "one run each, against the best of a sweep"
     console = Console()
-    console.print(
-        score_table([s._replace(lr=lr) for s, lr in pairs], "learning rate found", title=title)
-    )
-    console.print("learning rate found: the peak of the schedule times the scale at the end")
+    console.print(results_table(result.runs, title))
+    for line in (paper_line(result.runs), *WORDS):
+        print(line)
     print(f"report      {result.page}")
     print(f"checkpoint  {result.checkpoint}")
-    if stopped:
+    if result.stopped:
         print("the same command with --resume goes on")
         return STOPPED
     return 0

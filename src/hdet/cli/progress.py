@@ -1,60 +1,89 @@
-"""The progress of the demo: a live display in a terminal, plain lines elsewhere."""
+"""The progress of the demo: what a display is told, and plain lines for logs and pipes."""
 
-import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TextIO
 
-WIDTH = 41
-"""The width in characters of the line that shows the learning rates of the replicas."""
+from hdet.cli.formats import number, percent, ratio, remaining
 
 
-class Score(NamedTuple):
-    """The last measurements of a run.
+class ReplicaView(NamedTuple):
+    """A replica in one moment.
 
     Attributes:
-        name: The name of the run.
-        training_loss: The mean loss of the last step.
-        loss: The loss of the consensus on held-out data.
-        accuracy: The accuracy of the consensus on held-out data.
-        lr: The learning rate in the centre of the spread.
+        lr: Its learning rate.
+        loss: Its mean training loss in this cycle, where it is known.
+        distance: How far it is from the average, relative to the weights, where it is known.
     """
 
-    name: str
-    training_loss: float | None = None
+    lr: float
     loss: float | None = None
-    accuracy: float | None = None
-    lr: float = 0.0
+    distance: float | None = None
 
 
 class Status(NamedTuple):
-    """The state of both runs after a step.
+    """The state of a run after a step.
 
     Attributes:
+        title: What the run is.
         step: The number of steps that are done.
         total: The number of steps of the run.
-        cycle: The number of cycles that are done.
+        cycle: The number of the cycle, counted from 1.
         sync_every: The length of a cycle.
-        phase: What the replicas do: `scouting` or `training`.
-        replica_lrs: The learning rate of each replica.
-        scores: The last measurements of each run.
-        remark: What the search found; empty before that.
+        phase: What the replicas do: `scout`, `train`, `fan out` or `converge`.
+        replicas: Each replica; with `converge`, just before the average.
+        lr: The learning rate of the average.
+        given: The learning rate that the run was given.
+        found: The one that the scout found; None before that.
+        within: The factor within which the best one probably lies.
+        measures: The last measurements on held-out data.
+        curve: The held-out loss at each milestone.
+        band: The lowest and the highest held-out loss of the best of a sweep.
+        price: What that sweep cost.
+        number: The number of the run, counted from 1.
+        runs: The number of runs.
     """
 
+    title: str
     step: int
     total: int
     cycle: int
     sync_every: int
     phase: str
-    replica_lrs: list[float]
-    scores: list[Score]
-    remark: str = ""
+    replicas: Sequence[ReplicaView]
+    lr: float
+    given: float
+    found: float | None = None
+    within: float | None = None
+    measures: Mapping[str, float] = {}
+    curve: Sequence[tuple[int, float]] = ()
+    band: tuple[float, float] | None = None
+    price: str = ""
+    number: int = 1
+    runs: int = 1
 
     @property
     def step_of_cycle(self) -> int:
         """The steps that are done in the present cycle."""
         return (self.step - 1) % self.sync_every + 1 if self.step else 0
+
+    @property
+    def finding(self) -> str:
+        """What the scout found; empty before that."""
+        if self.found is None:
+            return ""
+        sure = "" if self.within is None else f", within a factor of {self.within:.2g}"
+        return f"found {number(self.found)}, {ratio(self.found / self.given)} x the given one{sure}"
+
+    @property
+    def shown_measures(self) -> str:
+        """The last measurements on held-out data."""
+        if not self.measures:
+            return ""
+        accuracy = self.measures.get("accuracy")
+        named = "" if accuracy is None else f", accuracy {percent(accuracy)}"
+        return f"held-out loss {number(self.measures['loss'])}{named}"
 
 
 class Display(Protocol):
@@ -71,24 +100,28 @@ class Display(Protocol):
 def display_for(out: TextIO | None = None) -> Display:
     """The live display in a terminal, plain lines otherwise."""
     out = out or sys.stdout
-    return Live() if out.isatty() else Lines(out)
+    if not out.isatty():
+        return Lines(out)
+    from hdet.cli.screen import Live
+
+    return Live()
 
 
 class RemainingTime:
-    """Estimates the time that is left, from the time per step so far."""
+    """Estimates the time that is left of a run, from the time per step so far."""
 
     def __init__(self) -> None:
-        self._start: tuple[float, int] | None = None
+        self._run = 0
+        self._began, self._first = 0.0, 0
 
     def left(self, status: Status) -> float | None:
-        """The seconds that are left; none before the first step."""
-        if self._start is None:
-            self._start = (time.monotonic(), status.step)
-        began, first = self._start
-        done = status.step - first
+        """The seconds that are left; None before the first step."""
+        if status.number != self._run:
+            self._run, self._began, self._first = status.number, time.monotonic(), status.step
+        done = status.step - self._first
         if done <= 0:
             return None
-        return (time.monotonic() - began) / done * (status.total - status.step)
+        return (time.monotonic() - self._began) / done * (status.total - status.step)
 
 
 class Lines:
@@ -96,6 +129,7 @@ class Lines:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        self._run, self._has_found = 0, False
         self._clock = RemainingTime()
 
     def __enter__(self) -> "Lines":
@@ -106,112 +140,31 @@ class Lines:
 
     def show(self, status: Status, *, milestone: bool) -> None:
         left = self._clock.left(status)
+        if status.number != self._run:
+            self._run, self._has_found = status.number, False
+            self._print(f"run {status.number} of {status.runs}: {status.title}")
+            if status.band is not None:
+                low, high = map(number, status.band)
+                self._print(f"  best of a sweep, {status.price}: held-out loss {low} to {high}")
+        if status.finding and not self._has_found:
+            self._has_found = True
+            self._print(f"  given {number(status.given)}, {status.finding}")
         if not milestone:
             return
-        runs = "  ".join(
-            f"{s.name}: loss {number(s.loss)} accuracy {number(s.accuracy)} lr {number(s.lr)}"
-            for s in status.scores
-        )
-        lrs = status.replica_lrs
-        print(
-            f"step {status.step}/{status.total}  cycle {status.cycle}  {runs}  "
-            f"replica lrs {number(min(lrs))} to {number(max(lrs))}  {remaining(left)}"
-            + (f"  {status.remark}" if status.remark else ""),
-            file=self._out,
-            flush=True,
+        self._print(
+            f"  step {status.step}/{status.total}  cycle {status.cycle}  {_fan(status)}"
+            f"{status.shown_measures}  {remaining(left)}"
         )
 
-
-class Live:
-    """A panel that is redrawn in place, with rich."""
-
-    def __init__(self) -> None:
-        from rich.live import Live as RichLive
-
-        self._clock = RemainingTime()
-        self._live = RichLive(refresh_per_second=8)
-
-    def __enter__(self) -> "Live":
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._live.stop()
-
-    def show(self, status: Status, *, milestone: bool) -> None:
-        self._live.update(panel(status, self._clock.left(status)))
+    def _print(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
 
 
-def panel(status: Status, left: float | None) -> Any:
-    """The live display, as an object that rich prints."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.progress_bar import ProgressBar
-    from rich.text import Text
-
-    where = Text.assemble(
-        ("step ", "dim"), f"{status.step}/{status.total}   ",
-        ("cycle ", "dim"), f"{status.cycle}   ",
-        (f"{status.phase} ", "bold"),
-        ("●" * status.step_of_cycle + "·" * (status.sync_every - status.step_of_cycle), "cyan")
-        if status.sync_every <= 40 else f"{status.step_of_cycle}/{status.sync_every}",
-        ("   " + remaining(left), "dim"),
-    )  # fmt: skip
-    spread = Text.assemble(("learning rates  ", "dim"), *spread_line(status.replica_lrs))
-    if status.remark:
-        spread.append(f"\n{status.remark}", "bold")
-    runs = score_table(status.scores, "learning rate", box=None, pad_edge=False)
-    bar = ProgressBar(total=status.total, completed=status.step)
-    return Panel(Group(where, bar, Text(), spread, Text(), runs), title="hdet demo", padding=(1, 2))
-
-
-def score_table(scores: Sequence[Score], lr_title: str, **look: Any) -> Any:
-    """A table with one row for each run, as an object that rich prints."""
-    from rich.table import Table
-
-    table = Table(**look)
-    for title in ("run", "training loss", "held-out loss", "accuracy", lr_title):
-        table.add_column(title, justify="left" if title == "run" else "right")
-    for name, *values in scores:
-        table.add_row(name, *map(number, values))
-    return table
-
-
-def spread_line(lrs: list[float]) -> list[Any]:
-    """A line with each replica at the place of its learning rate, from lowest to highest."""
-    low, high = min(lrs), max(lrs)
-    far = low > 0 and high > 10 * low
-    places = [" "] * WIDTH
-    for replica, lr in enumerate(lrs):
-        share = (lr - low) / (high - low) if high > low else 0.5
-        if far:
-            share = math.log(lr / low) / math.log(high / low)
-        place = round(share * (WIDTH - 1))
-        places[place] = str(replica % 10) if places[place] == " " else "*"
-    row = "".join(places).replace(" ", "─")
-    return [f"{number(low)} ", (f"├{row}┤", "green"), f" {number(high)}"]
-
-
-def number(value: float | None) -> str:
-    """A number that is short enough for a table.
-
-    >>> number(0.03), number(None), number(1.5e-5), number(1e30)
-    ('0.0300', '-', '1.50e-05', '1.00e+30')
-    """
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
-
-
-def remaining(seconds: float | None) -> str:
-    """The time that is left, as text.
-
-    >>> remaining(75), remaining(None)
-    ('1:15 left', 'estimating')
-    """
-    if seconds is None:
-        return "estimating"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-    return f"{clock} left"
+def _fan(status: Status) -> str:
+    """The learning rates of all replicas, and how far they are apart."""
+    lrs = [view.lr for view in status.replicas]
+    if max(lrs) <= min(lrs):
+        return f"learning rate {number(status.lr)}  "
+    distances = [view.distance for view in status.replicas if view.distance is not None]
+    apart = f" ended {max(distances):.1e} from their average:" if distances else ""
+    return f"learning rates {number(min(lrs))} to {number(max(lrs))}{apart}  "

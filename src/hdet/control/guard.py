@@ -26,8 +26,9 @@ VANISHED_SHARE = 0.5
 is dead."""
 SPARE_EVERY = 20
 """A learning rate that has trained well is spared at its first failure, once in so many cycles."""
-PROBATION_CYCLES = 5
-"""After this many good cycles a learning rate that had trained well before is tried again, once."""
+PROBATION_CYCLES, MUCH_LOWER = 5, 0.1
+"""After this many good cycles a learning rate is tried again, once, if it had trained well before,
+or if the schedule was lowered by more than this factor."""
 MAX_POWER = 2
 """The ceiling falls by at most this power of `lower` at one failure."""
 NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
@@ -185,13 +186,15 @@ class GuardMonitor:
             ahead: The highest learning rate of the rest of the run, as it is scaled now.
         """
         power = min(self.consecutive_rollbacks - self._was_spared, MAX_POWER)
-        if not power:
+        if not power or lr <= 0:  # a learning rate of 0 can be lowered no further
             return 1.0
-        tried_before = lr <= self._survived and not self._has_had_probation
         self.ceiling = min(self.ceiling, lr * self._guard.lower**power)
-        factor = min(self.ceiling / ahead, 1.0) if ahead > 0 else 1.0
+        factor = min(self.ceiling / ahead, 1.0) if min(ahead, lr) > 0 else 1.0
         self._lowered_by *= factor
-        self._probation = [PROBATION_CYCLES, self._lowered_by] if tried_before else []
+        # A false alarm early in a warm-up would cost the whole run.
+        deserves_chance = lr <= self._survived or factor < MUCH_LOWER
+        gets_chance = deserves_chance and not self._has_had_probation
+        self._probation = [PROBATION_CYCLES, self._lowered_by] if gets_chance else []
         return factor
 
     def end_rollbacks(self) -> float:
@@ -280,13 +283,13 @@ class GuardMonitor:
         self._count_probation()
 
     def _count_probation(self) -> None:
-        """Give a learning rate that had trained well before a second chance, by good cycles."""
-        if not self._probation:
-            return
-        self._probation[0] -= 1
-        if self._probation[0] <= 0:
-            self.scale_correction *= 1 / self._probation[1]
-            self._probation, self._has_had_probation, self.ceiling = [], True, math.inf
+        """Give a learning rate that was lowered a second chance, by good cycles."""
+        if self._probation:
+            left, lowered_by = self._probation
+            self._probation = [left - 1, lowered_by]
+            if left <= 1:
+                self.scale_correction /= lowered_by
+                self._probation, self._has_had_probation, self.ceiling = [], True, math.inf
 
     def _spare(self, lr: float) -> None:
         """Spare a learning rate that has trained well, unless it was spared lately."""
@@ -329,7 +332,7 @@ class GuardMonitor:
             "last_bad": self._last_bad_loss,
             "spared": [self._was_spared, self._cycles_since_spared],
             "lowered_by": self._lowered_by,
-            "probation": [list(self._probation), self._has_had_probation],
+            "probation": [[*self._probation], self._has_had_probation],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,5 +348,4 @@ class GuardMonitor:
         self.consecutive_rollbacks, self._last_bad_loss = state["rollbacks"], state["last_bad"]
         self._was_spared, self._cycles_since_spared = state["spared"]
         self._lowered_by = state["lowered_by"]
-        probation, self._has_had_probation = state["probation"]
-        self._probation = list(probation)
+        self._probation, self._has_had_probation = state["probation"]

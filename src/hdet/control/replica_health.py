@@ -17,11 +17,8 @@ class ReplicasLost(RuntimeError):
     """The run cannot go on: no replica is healthy, or the guard has used all its retries.
 
     A healthy replica has finite weights and a finite loss. The message names the step and the
-    cause. After a guard has stopped the run, all replicas have its last good weights: save them,
+    cause. After a guard has stopped the run, all replicas have its best weights: save them,
     and resume with a lower learning rate. Otherwise resume from the last checkpoint.
-
-    Args:
-        message: What happened, and what helps.
     """
 
 

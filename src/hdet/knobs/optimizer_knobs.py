@@ -127,8 +127,8 @@ def betas(
         ValueError: `bounds` do not fit the space, or `spread` is negative.
 
     Example:
-        >>> [knob.name for knob in betas(beta1=None)]
-        ['beta2']
+        >>> betas(beta1=None)[0].name
+        'beta2'
     """
     given = {"beta1": beta1, "beta2": beta2}
     return [

@@ -30,6 +30,8 @@ NUM_SWEEPS_ASKED_FOR = 2
 
 NUM_HELD_OUT_PARTS = 8
 """Held-out parts that score a round; each part is as large as the batch of one replica."""
+MIN_PART_SIZE = 8
+"""A batch that a loop gives is split into parts of at least so many samples."""
 DEFAULT_TAIL = 0.5
 """Last share of a cycle or round over which weights are averaged before they are scored."""
 

@@ -174,8 +174,8 @@ def _errors_of_scores(scores: Sequence[Sequence[float]]) -> list[float]:
     finite = sorted((row for row in scores if _are_finite(row)), key=fmean)
     if not finite:
         return [0.0] * len(scores)
-    if len(finite[0]) < 2:  # one number does not show its own noise
-        return [SINGLE_SCORE_NOISE * abs(finite[0][0])] * len(scores)
+    if len(finite[0]) < 2 or len(scores) == 1:  # nothing that shows the noise
+        return [SINGLE_SCORE_NOISE * abs(fmean(finite[0]))] * len(scores)
     if len(finite) == 2:  # the middle between the two moves along with each
         between = [a - b for a, b in zip(*finite, strict=True)]
         return [stdev(between) / math.sqrt(2 * len(between))] * len(scores)

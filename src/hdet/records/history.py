@@ -18,6 +18,7 @@ from hdet.records.events import (
     RunEvent,
     SearchEvent,
 )
+from hdet.records.reference import Reference
 
 FILE_NAME = "record.jsonl"
 """The name of the record in the folder of a run."""
@@ -53,6 +54,7 @@ class History:
         rollbacks: The actions of the guard.
         damaged: The lines that were skipped.
         dropped: The number of lines that a resume, or a new start in the same folder, superseded.
+        reference: What the run is compared with, from a file beside the record.
     """
 
     path: Path
@@ -65,6 +67,7 @@ class History:
     rollbacks: tuple[GuardEvent, ...] = ()
     damaged: tuple[DamagedLine, ...] = ()
     dropped: int = 0
+    reference: Reference | None = None
 
     @property
     def name(self) -> str:
@@ -154,3 +157,8 @@ class History:
         """The values of one measure, each with its step."""
         pairs = [(note.step, note.measures.get(name)) for note in self.notes]
         return [(step, value) for step, value in pairs if value is not None]
+
+    def last(self, name: str) -> float | None:
+        """The last value of one measure; None if there is none."""
+        points = self.measure(name)
+        return points[-1][1] if points else None

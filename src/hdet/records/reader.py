@@ -25,6 +25,7 @@ from hdet.records.events import (
     SearchEvent,
 )
 from hdet.records.history import FILE_NAME, DamagedLine, History
+from hdet.records.reference import read_reference
 
 MAX_REPLICAS = 65536
 """A larger number of replicas is taken for damage: a report would draw a line for each."""
@@ -143,6 +144,7 @@ class _Reading:
             rollbacks=tuple(self.rollbacks),
             damaged=tuple(self.damaged),
             dropped=self.dropped,
+            reference=read_reference(path.parent),
         )
 
 

@@ -202,10 +202,15 @@ class AllToAllReplicas(Replicas, Protocol):
 
 
 class HeldOutBatches(Protocol):
-    """Batches that no replica trains on, and the scores of all replicas on them."""
+    """Batches that no replica trains on, and the scores of all replicas on them.
+
+    An engine records them, or the training loop gives them.
+    """
 
     steps_left: int
     """Steps whose batches are held out before the first round can start."""
+    is_fixed: bool
+    """Whether all rounds of a search are scored on the same batches."""
 
     @property
     def is_empty(self) -> bool:
@@ -221,14 +226,14 @@ class HeldOutBatches(Protocol):
         """All replicas were restored, so the first batch of the round is held out from now on."""
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording; the batches are not needed any more."""
 
     def rows(self, num: int, *, alike: bool = False) -> Tensor:
-        """The scores of each replica on at most `num` parts, laid out like those of a probe.
+        """The scores of each replica, at most `num`, laid out like those of a probe.
 
         Args:
-            num: The largest number of parts to score.
-            alike: All replicas have the same weights, so each of them scores another part.
+            num: The largest number of scores.
+            alike: All replicas have the same weights, so not every replica must score all parts.
         """
 
 

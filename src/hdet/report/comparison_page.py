@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from hdet.records.history import History
+from hdet.report.answer import answer
 from hdet.report.figures import comparison, curves
 from hdet.report.figures.curves import Labelled
-from hdet.report.html_elements import boxed, folded, section, table
+from hdet.report.html_elements import boxed, folded, section, table, text
 from hdet.report.html_page import PageBuilder
 from hdet.report.plotly import brief
 from hdet.report.run_page import (
@@ -26,9 +27,10 @@ def comparison_body(page: PageBuilder, runs: Sequence[Labelled]) -> str:
     finished = sum(history.is_finished for history in histories)
     header = (
         f'<header><p class="eyebrow">hdet report</p><h1>{len(runs)} runs compared</h1>'
-        f'<p class="lede">{finished} of {len(runs)} finished</p></header>'
+        f'<p class="lede">{finished} of {len(runs)} finished</p>{_answers(runs)}</header>'
     )
-    held_out = comparison.measure(runs, "loss", "wide")
+    groups = by_task(runs)
+    losses = "".join(_losses(page, group, len(groups) > 1) for group in groups)
     knobs = list(dict.fromkeys(name for history in histories for name in history.knob_names))
     each_run = "".join(
         folded(
@@ -42,11 +44,39 @@ def comparison_body(page: PageBuilder, runs: Sequence[Labelled]) -> str:
         header
         + "".join(notices(history, f"{who}: ") for who, history in runs)
         + section("Side by side", boxed(_run_table(runs, knobs, measures)))
-        + section("Loss", page.grid([held_out, comparison.mean_losses(runs)]))
+        + section("Loss", losses)
         + section(knob_title(histories), _compared_knobs(page, runs, knobs))
-        + section("Measures", page.grid(comparison.measure(runs, name) for name in measures))
+        + section("Measures", _measures(page, groups, measures))
         + section("Each run", each_run)
     )
+
+
+def by_task(runs: Sequence[Labelled]) -> list[list[Labelled]]:
+    """The runs in groups that can share a plot of losses: those with the same reference."""
+    groups: dict[str | None, list[Labelled]] = {}
+    for who, history in runs:
+        name = None if history.reference is None else history.reference.name
+        groups.setdefault(name, []).append((who, history))
+    return list(groups.values())
+
+
+def _answers(runs: Sequence[Labelled]) -> str:
+    """What each run came to."""
+    entries = [(who, answer(history)) for who, history in runs]
+    inside = "".join(f"<dt>{text(who)}</dt><dd>{text(said)}</dd>" for who, said in entries if said)
+    return f'<dl class="answers">{inside}</dl>' if inside else ""
+
+
+def _losses(page: PageBuilder, group: Sequence[Labelled], is_named: bool) -> str:
+    size = "half" if is_named else "wide"
+    plots = [comparison.measure(group, "loss", size), comparison.mean_losses(group, size)]
+    title = f'<h3 class="group">{text(", ".join(who for who, _ in group))}</h3>'
+    return (title if is_named else "") + page.grid(plots)
+
+
+def _measures(page: PageBuilder, groups: Sequence[Sequence[Labelled]], names: Sequence[str]) -> str:
+    plots = (comparison.measure(group, name) for name in names for group in groups)
+    return page.grid(plots)
 
 
 def _compared_knobs(page: PageBuilder, runs: Sequence[Labelled], names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ def facts_of(history: History) -> Iterator[tuple[str, str, str]]:
     if history.knob_names:
         yield _lr_fact(history)
     moves = Counter(knob.decision for cycle in history.cycles for knob in cycle.knobs)
-    if moves:
+    if moves["up"] or moves["down"] or history.settings.get("controller"):
         arrows = f"▲&nbsp;{moves['up']:,} ▼&nbsp;{moves['down']:,}"
         rest = f"up and down; {moves['stay']:,} stayed"
         rest += f", {moves['abstain']:,} abstained" if moves["abstain"] else ""

@@ -55,6 +55,11 @@ h3 { font-size: 1rem; font-weight: 620; overflow-wrap: anywhere; }
 .eyebrow { color: var(--soft); font-size: .82rem; font-weight: 600; letter-spacing: .06em;
   text-transform: uppercase; margin-bottom: 8px; }
 .lede { color: var(--soft); margin-top: 8px; overflow-wrap: anywhere; }
+.answer { margin-top: 14px; max-width: 62em; font-size: 1.08rem; overflow-wrap: anywhere; }
+.answers { margin: 14px 0 0; }
+.group { margin: 20px 0 8px; }
+.answers dt { font-weight: 640; overflow-wrap: anywhere; }
+.answers dd { margin: 0 0 12px; max-width: 62em; overflow-wrap: anywhere; }
 .status { display: flex; align-items: center; flex-wrap: wrap; gap: 8px 14px; margin-top: 16px; }
 .pill { display: inline-flex; align-items: center; gap: 8px; padding: 3px 12px; font-size: .88rem;
   font-weight: 600; border: 1px solid currentColor; border-radius: 99px; color: var(--wait); }

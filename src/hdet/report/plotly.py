@@ -179,10 +179,12 @@ def _alone(values: Sequence[float | None]) -> list[bool]:
     ]
 
 
-def axis(title: str, values: Iterable[float | None] = (), **more: Any) -> dict[str, Any]:
-    """An axis; logarithmic if the values span more than a decade."""
+def axis(
+    title: str, values: Iterable[float | None] = (), *, may_be_log: bool = True, **more: Any
+) -> dict[str, Any]:
+    """An axis; logarithmic if the values span more than a decade, unless it must be linear."""
     values = known(values)
-    is_log = needs_log(values)
+    is_log = may_be_log and needs_log(values)
     if values and 0 < min(values) == max(values) < 1e300:
         # Around a constant plotly would draw from minus one to one, whatever its size.
         more = {"range": [0, 2 * values[0]], **more}

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hdet.records.history import History
+from hdet.report.answer import answer
 from hdet.report.facts import facts_of
 from hdet.report.figures import comparison, curves, knobs, run, search
 from hdet.report.html_elements import boxed, notice, section, table, text, tiles
@@ -21,7 +22,8 @@ MAX_PANELS = 4
 def header(who: str, history: History) -> str:
     """The name of the run, how it was set up, and how far it is."""
     return (
-        f'<header><p class="eyebrow">hdet report</p><h1>{text(who)}</h1>{lede(history)}'
+        f'<header><p class="eyebrow">hdet report</p><h1>{text(who)}</h1>{answered(history)}'
+        f"{lede(history)}"
         f'<div class="status">{_pill(history)}</div></header>'
     )
 
@@ -61,6 +63,12 @@ def notices(history: History, whose: str = "") -> str:
         why = "the run was resumed or started over from a step before."
         notices.append(notice(f"{whose}{lines} left out: {why}"))
     return "".join(notices)
+
+
+def answered(history: History) -> str:
+    """What the run came to, in one paragraph."""
+    paragraph = answer(history)
+    return f'<p class="answer">{text(paragraph)}</p>' if paragraph else ""
 
 
 def lede(history: History) -> str:
@@ -181,4 +189,4 @@ def _replicas(page: PageBuilder, history: History) -> str:
         run.converge_cost(history),
     ]
     excluded = "" if history.excluded else _none("No replica was excluded.")
-    return page.grid(plots, excluded)
+    return page.grid(plots) + excluded

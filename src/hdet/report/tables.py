@@ -17,8 +17,8 @@ def rollback_table(history: History) -> str:
         return ""
     rows = [(f"{r.step:,}", f"{r.back_to:,}", brief(r.factor), r.reason) for r in history.rollbacks]
     about = (
-        "Where the loss spiked or hardly fell, and the run was taken back to its last good weights "
-        "or to its first; and where learning rates were raised again afterwards."
+        "Where the run failed and was taken back to its best weights, and where learning rates "
+        "were raised again afterwards."
     )
     return table(about, ["step", "back to", "learning rates times", "why"], rows, numbers_from=None)
 

@@ -24,6 +24,9 @@ from hdet.tensors.timing import Stopwatch
 from hdet.weights.inventory import ALL_KINDS, WEIGHTS, TensorKind
 from hdet.weights.restore_points import GoodPoint
 
+MIN_DIFFERENCES = 6
+"""Differences between losses that show how much the losses of a cycle vary, at least."""
+
 
 class CycleEnd:
     """Ends the cycles of a run whose replicas stay the same."""
@@ -208,7 +211,11 @@ class CycleEnd:
     def _mean_loss(self, report: CycleReport) -> tuple[float | None, float | None]:
         """Return the mean loss of healthy replicas and its error; NaN if no replica is."""
         try:
-            return report.mean_of(self._check_health(report).healthy)
+            healthy = self._check_health(report).healthy
+            loss, error = report.mean_of(healthy)
+            # A few differences between losses do not show how much they vary.
+            num = sum(max(report.num_observed[replica] - 1, 0) for replica in healthy)
+            return loss, error if num >= MIN_DIFFERENCES else None
         except ReplicasLost:
             return math.nan, None
 
@@ -226,8 +233,7 @@ class CycleEnd:
         run.next_cycle()
         run.log.info(
             f"guard restored the weights of step {good_point.step} at step {run.progress.step} "
-            f"({reason}); the learning rate is multiplied by {factor:.3g}, its peak from now on is "
-            f"{factor * ahead:.3g} x the given one."
+            f"({reason}); {_what_follows(factor, ahead)}."
         )
         run.log.write(
             GuardEvent(
@@ -261,3 +267,13 @@ class CycleEnd:
             f"{step} ({reason}). All replicas have the weights of step {good_point.step}. Save "
             "them, and resume with a lower learning rate."
         )
+
+
+def _what_follows(factor: float, ahead: float) -> str:
+    """Say what a rollback does to the learning rate, whose highest value `ahead` is known."""
+    if factor == 1.0:
+        return "the learning rate is kept, since it has trained well before"
+    return (
+        f"the learning rate is multiplied by {factor:.3g}, its peak from now on is "
+        f"{factor * ahead:.3g} x the given one"
+    )

@@ -26,14 +26,14 @@ from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
-from hdet.scheduler.readings import RunReadings
 from hdet.scheduler.run import Prepare, Run
+from hdet.scheduler.search_calls import SearchCalls
 from hdet.scheduler.settings import Settings
 from hdet.signals.probe import Probe, as_probe
 from hdet.weights.outer_optimizer import OptimizerFactory
 
 
-class HDET(RunReadings):
+class HDET(SearchCalls):
     """Wraps a torch schedule, and finds and tracks the learning rate inside the run.
 
     Each *replica* is one copy of the model. The learning rate of replica r is
@@ -47,7 +47,7 @@ class HDET(RunReadings):
     - The *scale* is the centre of the spread. The controller moves it at the end of a cycle.
     - A *knob* is a scalar that the run explores: a learning rate, a weight decay, a dropout.
     - The *scout* searches for the scale in the first steps of the run.
-    - The *guard* restores the last good weights when the loss spikes.
+    - The *guard* restores the best weights of a run that fails, and caps its learning rate.
     - The *consensus* is the mean of the replicas' weights.
 
     By default the run has a scout and a guard, and does not explore. It explores if `spread`,
@@ -82,7 +82,7 @@ class HDET(RunReadings):
         scout: The search at the start. `"auto"` searches where that can work, and otherwise
             warns. `"restart"` keeps the given learning rate unless it is far off. None turns the
             scout off. `hdet.Scout()` sets its options.
-        guard: The protection against spikes. `"auto"` takes the preset's guard, None turns it
+        guard: The protection against failures. `"auto"` takes the preset's guard, None turns it
             off, and `hdet.Guard()` sets its options.
         controller: Moves the scale at the end of a cycle. `"auto"` takes the preset's
             controller, and None moves nothing. `hdet.Tracker()` and `hdet.PaperController()` are
@@ -216,26 +216,6 @@ class HDET(RunReadings):
         self._refuse_while_visiting("converge()")
         self._consensus.make()
 
-    def scout_again(self, scout: Scout | None = None) -> None:
-        """Search for another learning rate from the next step on, for example for new data.
-
-        The replicas try learning rates around the present one, which is also the prior. Then the
-        run continues from the present weights. All replicas must call it. In mid-run, short trials
-        favour learning rates that are too low: use it if the learning rate is far off.
-
-        Args:
-            scout: The options of the search. None takes those of the run.
-
-        Raises:
-            RuntimeError: If no scout can run here, or if one is running.
-        """
-        self._refuse_while_visiting("scout_again()")
-        asked = scout or self._run.settings.scout or Scout()
-        model, left = self._phases.search.check_can_search(asked)
-        self.converge()
-        self._phases.search.again(asked, model, left)
-        self._run.rates.write(everything=True)
-
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Show the mean of the replicas in the model, to evaluate it or to copy its weights.
@@ -327,8 +307,8 @@ class HDET(RunReadings):
         )
         self.optimizer: Optimizer = run.optimizer
         self._visiting = False
-        self._phases: Phases = Phases(run)
-        self._consensus: Consensus = Consensus(run, self._phases)
+        self._phases = Phases(run)
+        self._consensus = Consensus(run, self._phases)
         self._phases.search.start()
         run.renew_good_point()
         if run.elastic is not None:
@@ -341,10 +321,3 @@ class HDET(RunReadings):
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
         """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""
         return None
-
-    def _refuse_while_visiting(self, call: str) -> None:
-        if self._visiting:
-            raise RuntimeError(
-                f"`{call}` cannot be used inside `consensus()`, which would undo it. "
-                "Leave the `with` block first."
-            )

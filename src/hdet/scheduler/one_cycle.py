@@ -73,7 +73,7 @@ class OneCycleHDET(HDET):
         probe: Scores the replicas on held-out data. A function of the model, or `hdet.Probe`.
             None compares replicas by their training losses.
         scout: The search at the start, `hdet.Scout()`. None searches nothing.
-        guard: The protection against spikes, `hdet.Guard()`. None protects nothing.
+        guard: The protection against failures, `hdet.Guard()`. None protects nothing.
         gradients: `"shared"` if all replicas step with the mean gradient, as under DDP.
             `"local"` if each replica steps with its own.
         optimizer_state: What happens to optimizer states when weights are averaged: `"keep"`,

@@ -21,6 +21,8 @@ SPREAD, SYNC_EVERY = 1 / 9, 1000
 NUM_CYCLES, NUM_EXPLORING_CYCLES = 60, 30
 """Cycles in a run with the best preset, and in one that explores: short cycles let a guard act
 early, long ones tell replicas apart. Cycles never exceed the paper's length."""
+MIN_CYCLE_STEPS = 8
+"""Steps of a cycle that does not explore, at least: fewer losses do not show their noise."""
 
 
 class GivenOptions(NamedTuple):
@@ -105,10 +107,12 @@ def _best(given: GivenOptions, total_steps: int | None) -> ChosenOptions:
     has_controller = given.controller not in ("auto", None)
     explores = given.knobs is not None or bool(given.spread) or has_controller
     has_lr = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
-    num_cycles = NUM_EXPLORING_CYCLES if explores else NUM_CYCLES
+    num_cycles, least = (NUM_EXPLORING_CYCLES, 1) if explores else (NUM_CYCLES, MIN_CYCLE_STEPS)
     return ChosenOptions(
         SPREAD if explores else 0.0,
-        SYNC_EVERY if total_steps is None else max(min(SYNC_EVERY, total_steps // num_cycles), 1),
+        SYNC_EVERY
+        if total_steps is None
+        else max(min(SYNC_EVERY, total_steps // num_cycles), least),
         Tracker(relative=has_lr and given.scout is not None) if explores else None,
         Scout() if has_lr else None,
         Guard(offload=True) if has_lr else None,

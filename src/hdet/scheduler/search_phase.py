@@ -29,7 +29,9 @@ from hdet.scheduler.search_result import (
     search_event,
 )
 from hdet.scheduler.search_trial import SearchTrial
+from hdet.signals.batch_exchange import exchange_batches
 from hdet.signals.exchange import CycleReport
+from hdet.signals.given_batches import GivenBatches, LossOf
 
 NOT_SEARCHED = "no search after a change of the data"
 ALL_DIVERGED = (
@@ -42,6 +44,8 @@ class SearchPhase:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._given: GivenBatches | None = None
+        """The batches that the loop gave for this search, or for the next one."""
 
     def start(self, saved: Mapping[str, Any] | None = None) -> None:
         """Start to scout, or go on with a search that a checkpoint has saved of."""
@@ -49,8 +53,10 @@ class SearchPhase:
         trigger = trigger_of_state(saved)
         late = None if saved is None else saved.get("late")
         scout = run.settings.scout if late is None else Scout(**late["scout"])
+        given = self._given
         if run.progress.trial is not None:
             self._end_trial(run.progress.trial)
+        self._given = given  # a checkpoint that replaces a search leaves its batches
         if scout is None or run.model is None or (run.progress.step > 0 and saved is None):
             return
         total = run.settings.total_steps if late is None else late["total_steps"]
@@ -74,13 +80,8 @@ class SearchPhase:
             ValueError: If too few steps are left.
         """
         run = self._run
-        problem = why_no_scout(run.settings, run.base, run.replicas, run.model)
-        if run.one_cycle is not None:
-            problem = (
-                "`scout_again()` is not available in OneCycleHDET, whose controller replaces the "
-                "schedule. Use hdet.HDET"
-            )
-        elif run.progress.trial is not None:
+        problem = self._why_no_search("scout_again()")
+        if problem is None and run.progress.trial is not None:
             problem = (
                 "`scout_again()` was called while the scout is running. Wait until "
                 "`scheduler.is_scouting` is False"
@@ -91,6 +92,68 @@ class SearchPhase:
         left = None if total is None else max(total - run.progress.step, 0)
         check_room(scout, num_replicas=run.replicas.size, total_steps=left)
         return run.model, left
+
+    def _why_no_search(self, call: str) -> str | None:
+        """Return why this run cannot search, for an error of a call; None if it can."""
+        run = self._run
+        if run.one_cycle is not None:
+            return (
+                f"`{call}` is not available in OneCycleHDET, whose controller replaces the "
+                "schedule. Use hdet.HDET"
+            )
+        return why_no_scout(run.settings, run.base, run.replicas, run.model)
+
+    def hold_out(self, loss_of: LossOf, batch: Any) -> None:
+        """Add a batch of the loop, on which this search or the next one compares replicas.
+
+        Raises:
+            RuntimeError: If no search can use it.
+            TypeError: If `loss_of`, its result or the batch has the wrong type.
+            ValueError: If the loss has a wrong shape, or is not finite.
+        """
+        run, trial = self._run, self._run.progress.trial
+        problem = self._why_no_search("hold_out()")
+        if problem is None and run.elastic is not None:
+            problem = "`hold_out()` is not available with TorchftReplicas. Use `probe=`"
+        elif problem is None and run.settings.probe is not None:
+            problem = (
+                "`hold_out()` cannot be used with `probe=`, which scores the replicas already. "
+                "Leave one of them out"
+            )
+        elif trial is not None and trial.has_begun:
+            problem = (
+                "`hold_out()` must be called before the first step of a search. Call it before "
+                "the first step of the run, or before `scout_again()`"
+            )
+        if problem is not None:
+            raise RuntimeError(f"{problem}.")
+        given = self._given or GivenBatches(
+            run.replicas,
+            [module for module in run.modules if module is not None],
+            seed=run.settings.seed,
+            together=run.weights.has_unreplicated,
+            warn=run.log.warn,
+        )
+        with run.as_scored():
+            given.add(loss_of, batch)
+        self._given = given
+        if trial is not None:
+            trial.use_held_out(given)
+
+    def _begin(self, trial: SearchTrial) -> None:
+        """Exchange the batches that the loop gave. Processes that gave none take part."""
+        run = self._run
+        trial.has_begun = True
+        if run.elastic is not None or run.settings.probe is not None:
+            return
+        try:
+            if self._given is None:
+                exchange_batches(run.replicas, [])
+            else:
+                self._given.share()
+        except Exception:
+            self._abandon(trial)
+            raise
 
     def again(
         self,
@@ -104,7 +167,7 @@ class SearchPhase:
         self._start_trial(scout, model, left, trigger)
 
     def search_new_data(self) -> None:
-        """With `scout="restart"`, check whether the learning rate is hopeless for new data."""
+        """With `scout="restart"`, check whether the learning rate is far off for new data."""
         scout = self._run.settings.scout
         if scout is None or not scout.restart:
             return
@@ -156,7 +219,9 @@ class SearchPhase:
         )
         if saved is not None:
             trial.resume(saved)
-        if run.settings.probe is None and records_calls(run.replicas):
+        if self._given is not None:
+            trial.use_held_out(self._given)
+        elif run.settings.probe is None and records_calls(run.replicas):
             trial.use_held_out(run.replicas.hold_out(NUM_HELD_OUT_PARTS, NUM_HELD_OUT_PARTS))
         run.knob_bank.rest()
         return trial
@@ -166,6 +231,8 @@ class SearchPhase:
         assert trial is not None
         run.progress.step += 1
         run.progress.replicas_differ = True
+        if not trial.has_begun:
+            self._begin(trial)
         if trial.is_held_out_step:
             trial.end_held_out_step()
             self._reset_evidence()
@@ -279,5 +346,5 @@ class SearchPhase:
     def _end_trial(self, trial: SearchTrial) -> None:
         run = self._run
         trial.close(shared=run.settings.gradients == "shared")
-        run.progress.trial = None
+        run.progress.trial = self._given = None
         run.knob_bank.fan_out()

@@ -69,6 +69,8 @@ class SearchTrial:
         self._start_point = StartPoint(optimizer, model, weights)
         self.held_out: HeldOutBatches | None = None
         """The held-out batches that score replicas without a probe; none where losses do."""
+        self.has_begun = False
+        """Whether a step of it was made, so that it takes no more batches of the loop."""
         self._compared_by_before: str | None = None
         """What replicas were compared by in earlier rounds, if that may have changed."""
         replicas.share_gradients(model, False)
@@ -109,13 +111,18 @@ class SearchTrial:
     @property
     def compares_gains(self) -> bool:
         """Whether rounds are scored on different batches, so that only gains can be compared."""
-        return self.held_out is not None or self._compared_by_before not in (None, self.compared_by)
+        before = self._compared_by_before
+        if self.held_out is not None:  # after a resume, the batches are others than before it
+            return not self.held_out.is_fixed or before is not None
+        return before not in (None, self.compared_by)
 
     def use_held_out(self, held: HeldOutBatches | None) -> None:
         """Compare replicas on held-out batches, if the budget has steps for that."""
         if held is not None and not self.search.can_spare(held.steps_left):
             held.close()
             held = None
+        if self.held_out is not None and self.held_out is not held:
+            self.held_out.close()
         self.held_out = held
 
     @property

@@ -51,26 +51,27 @@ def score_replicas(
     scored, times = (modules[:1], len(modules)) if equal else (modules, 1)
     finite = [True] * len(modules)
     if fresh:  # all processes of a replica score it, or none does
-        flags = torch.stack([_is_finite(module)[None] for module in scored] * times)
+        flags = torch.stack([are_weights_finite(module)[None] for module in scored] * times)
         finite = gather_parts(flags).flatten(1).all(1).tolist()
     rows = []
-    with _equal_random_numbers(device, seed, cycle):
+    with equal_random_numbers(device, seed, cycle):
         batches = None
         if probe.batches is not None:
             batches = probe.take(cycle, sync_every, seed, len(modules))
         for index, module in enumerate(scored):
-            which = nullcontext() if len(modules) == 1 else _running(index, device)
-            row = _lost_row(device)
+            which = nullcontext() if len(modules) == 1 else of_replica(index, device)
+            row = lost_row(device)
             # What a lost replica would do with the batches is unknown.
             if finite[index] or together:
-                with which, eval_mode(module, fresh), _equal_random_numbers(device, seed, cycle):
+                with which, eval_mode(module, fresh), equal_random_numbers(device, seed, cycle):
                     found = _score(probe, bare_module(module), batches, device)
                 row = found if finite[index] else row
             rows.append(row)
     return torch.stack(rows * times)
 
 
-def _running(replica: int, device: torch.device) -> running:
+def of_replica(replica: int, device: torch.device) -> running:
+    """Inside, dials have the value of one replica of this process."""
     return running(torch.tensor(replica, device=device))
 
 
@@ -85,18 +86,19 @@ def _score(
         scores = torch.stack([_flat(probe.score(model, batch)).mean() for batch in batches])
     model.check_used()
     if len(scores) > MAX_SCORES:
-        scores = _group_means(scores, MAX_SCORES)
+        scores = group_means(scores, MAX_SCORES)
     scores = scores.to(device) if probe.mode == "min" else -scores.to(device)
     batch_words = torch.stack([model.fingerprint >> 32, model.fingerprint & 0xFFFFFFFF])
     return pad_scores(scores, batch_words.to(scores))
 
 
-def _is_finite(module: nn.Module) -> Tensor:
+def are_weights_finite(module: nn.Module) -> Tensor:
     """1 if all weights of a module in this process are finite, else 0; on the device."""
     return are_finite([local(parameter) for parameter in module.parameters()]).double()
 
 
-def _lost_row(device: torch.device) -> Tensor:
+def lost_row(device: torch.device) -> Tensor:
+    """The row of a replica without finite weights."""
     return torch.full((MAX_SCORES + NUM_BATCH_WORDS,), math.inf, device=device, dtype=torch.float64)
 
 
@@ -109,7 +111,7 @@ def _flat(score: Any) -> Tensor:
     return flat
 
 
-def _group_means(scores: Tensor, num: int) -> Tensor:
+def group_means(scores: Tensor, num: int) -> Tensor:
     """The means of `num` groups of nearly equal size; the first groups may have one more."""
     length, longer = divmod(len(scores), num)
     first, rest = scores.tensor_split([longer * (length + 1)])
@@ -147,7 +149,7 @@ def eval_mode(module: nn.Module, fresh: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _equal_random_numbers(device: torch.device, seed: int, cycle: int) -> Iterator[None]:
+def equal_random_numbers(device: torch.device, seed: int, cycle: int) -> Iterator[None]:
     """Inside, all replicas draw the same random numbers; afterwards the run goes on with its own.
 
     A score may draw, as a sampler or a noise schedule does. Replicas are compared fairly only if

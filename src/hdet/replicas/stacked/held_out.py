@@ -35,6 +35,9 @@ class RecordedBatches:
         max_parts: The number of parts from which on no more are recorded.
     """
 
+    is_fixed = False
+    """Later rounds are scored on more batches."""
+
     def __init__(self, forward: Forward, num_parts: int, max_parts: int) -> None:
         self._forward = forward
         self._max_parts = max_parts

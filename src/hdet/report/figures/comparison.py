@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hdet.report.figures.curves import Labelled, mean_loss
+from hdet.report.figures.curves import Labelled, is_loss, mean_loss, reference_band
 from hdet.report.figures.knobs import centre_line, knob_axis, knob_title, spread_band
 from hdet.report.plot import Plot, Trace
 from hdet.report.plotly import axis, curve, known, label, layout_of, look, shortened
@@ -21,13 +21,19 @@ def measure(runs: Sequence[Labelled], name: str, size: str = "half") -> Plot | N
     caption = "As it was noted in the record."
     if len(traces) < len(runs):
         caption += f" {len(runs) - len(traces)} of {len(runs)} runs noted none."
+    histories = [history for _, history in runs]
+    band = reference_band(histories, name)
+    if band is not None:
+        traces.append(band.trace)
+        caption += f" {band.text}"
     values = [value for trace in traces for value in trace["y"]]
-    y_axis = axis("held-out loss" if name == "loss" else label(name), values)
-    layout = layout_of(y_axis, [history for _, history in runs], showlegend=len(runs) > 1)
-    return Plot(title, caption, traces, layout, size)
+    shown = "held-out loss" if name == "loss" else label(name)
+    y_axis = axis(shown, values, may_be_log=is_loss(name))
+    legend = len(traces) > 1 or bool(runs[0][0])
+    return Plot(title, caption, traces, layout_of(y_axis, histories, showlegend=legend), size)
 
 
-def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
+def mean_losses(runs: Sequence[Labelled], size: str = "wide") -> Plot | None:
     """The mean training loss of each run."""
     traces = [
         curve(label(who), points, own_steps=True, **look(index, 2))
@@ -39,7 +45,7 @@ def mean_losses(runs: Sequence[Labelled]) -> Plot | None:
     values = [value for trace in traces for value in trace["y"]]
     layout = layout_of(axis("training loss", values), [history for _, history in runs])
     caption = "The mean of the replicas' training losses over each cycle; not a held-out loss."
-    return Plot("Training loss", caption, traces, layout)
+    return Plot("Training loss", caption, traces, layout, size)
 
 
 def knob(runs: Sequence[Labelled], name: str, size: str) -> Plot | None:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from hdet.records.events import KnobEntry
 from hdet.records.history import History
-from hdet.report.plotly import known, mean
+from hdet.report.plot import Trace
+from hdet.report.plotly import known, label, mean, rounded
 
 MAX_STAYS = 600
 """Beyond this number, cycles without a move get no mark."""
@@ -27,8 +28,49 @@ MOVES = {
     "abstain": Marker("abstained", "circle-open", "@soft", 5),
 }
 
+LOSSES = ("loss", "perplexity", "ppl", "nll")
+"""Parts of the names of measures whose ratios count: they may get a logarithmic axis."""
 Labelled = tuple[str, History]
 """A run and the name that the report gives it."""
+
+
+class Band(NamedTuple):
+    """A reference as a shaded area, and the sentence about it."""
+
+    trace: Trace
+    text: str
+
+
+def is_loss(name: str) -> bool:
+    """Whether a measure is one that falls by factors.
+
+    >>> is_loss("train_loss"), is_loss("accuracy")
+    (True, False)
+    """
+    return any(part in name.lower() for part in LOSSES)
+
+
+def reference_band(histories: Sequence[History], name: str) -> Band | None:
+    """The reference that all runs share, over all steps; None without one for this measure."""
+    references = [history.reference for history in histories]
+    first = references[0] if references else None
+    ends = None if first is None else first.bands.get(name)
+    if first is None or ends is None or any(other != first for other in references):
+        return None
+    last = max(1, *(history.last_step for history in histories))
+    low, high = (rounded(end) for end in ends)
+    trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": label(first.text, 80),
+        "x": [0, last, last, 0, 0],
+        "y": [low, low, high, high, low],
+        "fill": "toself",
+        "fillcolor": "@c4/0.3",
+        "line": {"color": "@c4/0.6", "width": 1},
+        "hoverinfo": "skip",
+    }
+    return Band(trace, f"The shaded band is the {first.text}.")
 
 
 def mean_loss(history: History) -> list[tuple[int, float]]:

@@ -131,8 +131,8 @@ def _moves(knobs: Sequence[tuple[int, KnobEntry]], decision: str) -> Trace | Non
 def hypergradient(history: History, name: str, size: str) -> Plot | None:
     """The hypergradient of one knob, with its standard errors."""
     knobs = [(s, knob) for s, knob in history.knob(name) if knob.hypergradient is not None]
-    if not knobs:
-        return None
+    if not any(knob.hypergradient for _, knob in knobs):
+        return None  # no controller measured one
     errors = [rounded(knob.hypergradient_error) for _, knob in knobs]
     points = [(step, knob.hypergradient or 0.0) for step, knob in knobs]
     width, size_of_marker = (1.4, 5) if len(knobs) <= MANY else (0.7, 3)

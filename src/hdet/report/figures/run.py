@@ -3,7 +3,7 @@
 from typing import Any
 
 from hdet.records.history import History
-from hdet.report.figures.curves import mean_loss
+from hdet.report.figures.curves import mean_loss, reference_band
 from hdet.report.plot import Plot
 from hdet.report.plotly import NUM_COLOURS, axis, curve, layout_of, look, per_replica, wrapped
 
@@ -29,6 +29,10 @@ def losses(history: History) -> Plot | None:
         caption += "No held-out loss of the consensus was noted."
     if not traces:
         return None
+    band = reference_band([history], "loss") if held_out else None
+    if band is not None:
+        traces.append(band.trace)
+        caption += f" {band.text}"
     y_axis = axis("loss", [value for trace in traces for value in trace["y"]])
     mode = "closest" if history.most_replicas > NUM_COLOURS else "x unified"
     return Plot(title, caption, traces, layout_of(y_axis, [history], hovermode=mode))
@@ -41,6 +45,8 @@ def distances(history: History) -> Plot | None:
     if not traces:
         return None
     values = [value for trace in traces for value in trace["y"]]
+    if not any(values):
+        return None  # replicas that hold the same weights
     caption = (
         "How far each replica had gone from the consensus just before the converge: the RMS of "
         "the difference, relative to that of the weights."
@@ -73,13 +79,24 @@ def exclusions(history: History) -> Plot | None:
     return Plot("Excluded replicas", caption, [trace], layout, "half")
 
 
+def _converge_time(history: History, seconds: list[tuple[int, float]]) -> Plot:
+    """The time of each average, for replicas that send nothing."""
+    trace = curve("time", seconds, hovertemplate="%{y:.3~s}s", **look(0, 1.6))
+    y_axis = axis("time", tickformat="~s", ticksuffix="s", rangemode="tozero", nticks=5)
+    layout = layout_of(y_axis, [history], showlegend=False)
+    caption = "The time of each converge. The replicas share one device and send nothing."
+    return Plot("Cost of converging", caption, [trace], layout, "half")
+
+
 def converge_cost(history: History) -> Plot | None:
     """The time and the bytes of each average."""
     costs = [(event.step, event.converge) for event in history.every_converge]
     seconds = [(step, cost.seconds) for step, cost in costs if cost.seconds is not None]
     sizes = [(step, cost.bytes) for step, cost in costs if cost.bytes is not None]
-    if not seconds and not sizes:
+    if not any(value for _, value in (*seconds, *sizes)):
         return None
+    if not any(size for _, size in sizes):
+        return _converge_time(history, seconds)
     top = curve("time", seconds, **look(0, 1.6))
     bottom = curve("bytes sent by one replica", sizes, yaxis="y2", **look(0, 1.6))
     top["hovertemplate"], bottom["hovertemplate"] = "%{y:.3~s}s", "%{y:.4~s}B"
