@@ -27,8 +27,7 @@ is dead."""
 SPARE_EVERY = 20
 """A learning rate that has trained well is spared at its first failure, once in so many cycles."""
 PROBATION_CYCLES, MUCH_LOWER = 5, 0.1
-"""After this many good cycles a learning rate is tried again, once, if it had trained well before,
-or if the schedule was lowered by more than this factor."""
+"""After so many good cycles a rate is tried again, once: a proven one, or one so much lowered."""
 MAX_POWER = 2
 """The ceiling falls by at most this power of `lower` at one failure."""
 NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
