@@ -4,8 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.processes import Processes
+
+# A busy machine is no failure.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,8 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
     for num, name in ((4, "hdet, 4 replicas"), (2, "hdet, 2 replicas"), (1, "hdet, 1 replica")):
         found |= _short(f"n{num}", of[name])
     found |= _short("n1_ceiling", of["ceiling alone"])
-    found |= _short("prior_and_ceiling", of["usual learning rate and ceiling"])
+    prior = _short("", of["usual learning rate and ceiling"])
+    found |= {f"prior_and_ceiling_{name.removesuffix('_')}": one for name, one in prior.items()}
     found |= _short("luck", of["luck"])
     peers = {name: _short("peer", of[name]) for name in PEERS if of[name]}
     if peers:
