@@ -27,7 +27,7 @@ from benchmarks.learning_rate import (
 from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.result_file import RESULTS, flat, plain_json, read_result
 from benchmarks.systems import converge, hosts, overhead, scale, stacked, tensor_sets
-from benchmarks.zoo import zoo_curves
+from benchmarks.zoo import zoo_curves, zoo_fit, zoo_headline, zoo_rounds
 
 Result = dict[str, Any]
 
@@ -101,7 +101,10 @@ HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "stacked": lambda results: stacked.headline(results["workloads"]),
     "trackers": lambda results: trackers.headline(results["tasks"]),
     "wrong": lambda results: wrong.headline(results["situations"]),
+    "zoo": lambda results: zoo_headline.headline(results["rows"]),
     "zoo_curves": lambda results: zoo_curves.headline(results["rows"]),
+    "zoo_fit": lambda results: zoo_fit.headline(results["rows"]),
+    "zoo_rounds": lambda results: zoo_rounds.headline(results["rows"]),
 }
 
 
