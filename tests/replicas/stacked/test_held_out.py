@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.lr_search.constants import NUM_HELD_OUT_PARTS
+from hdet.lr_search.constants import MIN_ROUND_STEPS, NUM_HELD_OUT_PARTS, SWEEP_POINTS
 from hdet.replicas.protocol import HeldOutBatches
 from hdet.replicas.stacked.held_out import MAX_CALLS
-from tests.scheduler.test_search_trial import LR, STEPS, N, Run, net
+from tests.scheduler.test_search_trial import LR, STEPS, N, Run, S, net
 from tests.small_run import batch, loss_of
 
 KEPT = NUM_HELD_OUT_PARTS // N
@@ -185,7 +185,8 @@ def test_losses_computed_outside_the_engine_replace_held_out_scores() -> None:
 
 @pytest.mark.filterwarnings("ignore:the scout found its best learning rate at the end")
 def test_scout_without_spare_steps_compares_training_losses() -> None:
-    short = hdet.Scout(decades=2, share=0.07)  # eight steps: one sweep, and no step to hold out
+    sweep = math.ceil(SWEEP_POINTS / N) * MIN_ROUND_STEPS  # and no step to hold out
+    short = hdet.Scout(decades=2, share=(sweep + 0.5) / S)
     one, other = (run(engine, scout=short) for engine in ("stacked", "unheard"))
     for ours, theirs in zip(one.go(40).vectors(), other.go(40).vectors(), strict=True):
         assert torch.equal(ours, theirs)
