@@ -55,6 +55,7 @@ class SearchPhase:
         scout = run.settings.scout if late is None else Scout(**late["scout"])
         given = self._given
         if run.progress.trial is not None:
+            run.training_loss.clear_first()  # of a round that a loaded state replaces
             self._end_trial(run.progress.trial)
         self._given = given  # a checkpoint that replaces a search leaves its batches
         if scout is None or run.model is None or (run.progress.step > 0 and saved is None):
