@@ -293,8 +293,7 @@ class SearchPhase:
         run.rates.write(everything=True)
 
     def _score_round(self, trial: SearchTrial, *, alike: bool = False) -> CycleReport:
-        run = self._run
-        num_steps = trial.search.num_steps
+        run, num_steps = self._run, trial.search.num_steps
         # Cycle 0 in every round: all rounds are scored on the same batches.
         scores = run.probe(cycle=0, sync_every=num_steps, fresh=True, alike=alike)
         if trial.held_out is not None:
