@@ -55,6 +55,7 @@ class SearchPhase:
         scout = run.settings.scout if late is None else Scout(**late["scout"])
         given = self._given
         if run.progress.trial is not None:
+            run.training_loss.clear_first()  # of a round that a loaded state replaces
             self._end_trial(run.progress.trial)
         self._given = given  # a checkpoint that replaces a search leaves its batches
         if scout is None or run.model is None or (run.progress.step > 0 and saved is None):
@@ -292,8 +293,7 @@ class SearchPhase:
         run.rates.write(everything=True)
 
     def _score_round(self, trial: SearchTrial, *, alike: bool = False) -> CycleReport:
-        run = self._run
-        num_steps = trial.search.num_steps
+        run, num_steps = self._run, trial.search.num_steps
         # Cycle 0 in every round: all rounds are scored on the same batches.
         scores = run.probe(cycle=0, sync_every=num_steps, fresh=True, alike=alike)
         if trial.held_out is not None:
