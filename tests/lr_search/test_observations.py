@@ -178,3 +178,15 @@ def test_log_is_restored_from_its_state_in_json() -> None:
     other.load_state_dict(json.loads(json.dumps(log.state_dict())))
     assert other.observations == log.observations
     assert other.places == log.places
+
+
+def test_errors_are_at_least_what_the_first_losses_of_rounds_differ_by() -> None:
+    """A round of three steps is judged by two losses, which do not show their noise."""
+    log = RoundLog()
+    for place, start in enumerate([1.0, 1.4, 0.6]):
+        log.add([place], [Observation(10.0**place, 0.9, 0.001)], start)
+    assert [point.error for point in log.observations.points] == [pytest.approx(0.4)] * 3
+    two = RoundLog()
+    for place, start in enumerate([1.0, 1.4]):
+        two.add([place], [Observation(10.0**place, 0.9, 0.001)], start)
+    assert [point.error for point in two.observations.points] == [0.001] * 2

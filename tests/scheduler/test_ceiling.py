@@ -88,10 +88,13 @@ def test_run_with_a_far_too_high_lr_is_rescued_below_a_quarter_of_what_failed(
         lines, cycle = rollbacks(tmp_path), TOTAL // 60
         assert lines
         for line in lines:
+            if line["back_to"] == line["step"]:
+                continue  # raised again
             assert line["factor"] < 1
             step = line["step"]
             failed = max(rates[step - cycle : step])
-            assert max(rates[step:]) <= failed / 4 * (1 + 1e-9)
+            # Good cycles may raise it again, step by step, until it fails.
+            assert max(rates[step : step + 5 * cycle]) <= failed / 4 * (1 + 1e-9)
         assert answers is None or rates == answers[0][1]
 
 

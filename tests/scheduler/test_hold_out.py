@@ -223,7 +223,7 @@ def noisy_choices(rank: int, num: int, seeds: range, score: Any) -> list[float]:
             guard=None,
         )
         if score is not None:
-            scheduler.hold_out(score, *data(256))
+            scheduler.hold_out(score, *data(2048))
         while scheduler.is_scouting:
             x, y = data(8)
             optimizer.zero_grad()

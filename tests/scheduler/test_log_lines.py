@@ -106,4 +106,4 @@ def test_rollback_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
         run.step()
     (line,) = lines(capsys)
     assert line.startswith("hdet: guard restored the weights of step 8 at step 10 (")
-    assert line.endswith("multiplied by 1, its peak from now on is 1 x the given one.")
+    assert line.endswith("the learning rate is kept, since it has trained well before.")

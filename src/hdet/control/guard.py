@@ -27,7 +27,8 @@ is dead."""
 SPARE_EVERY = 20
 """A learning rate that has trained well is spared at its first failure, once in so many cycles."""
 PROBATION_CYCLES, MUCH_LOWER = 5, 0.1
-"""After so many good cycles a rate is tried again, once: a proven one, or one so much lowered."""
+"""A learning rate that had trained well, or was lowered by more than this factor, is raised by one
+step after so many good cycles, until it fails again."""
 MAX_POWER = 2
 """The ceiling falls by at most this power of `lower` at one failure."""
 NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
@@ -282,13 +283,19 @@ class GuardMonitor:
         self._count_probation()
 
     def _count_probation(self) -> None:
-        """Give a learning rate that was lowered a second chance, by good cycles."""
-        if self._probation:
-            left, lowered_by = self._probation
-            self._probation = [left - 1, lowered_by]
-            if left <= 1:
-                self.scale_correction /= lowered_by
-                self._probation, self._has_had_probation, self.ceiling = [], True, math.inf
+        """Raise a learning rate that was lowered by one step, after so many good cycles."""
+        if not self._probation:
+            return
+        left, lowered_by = self._probation
+        self._probation = [left - 1, lowered_by]
+        if left > 1:
+            return
+        step = min(1 / self._guard.lower, 1 / lowered_by)
+        is_whole = lowered_by * step > 1 - 1e-9
+        self.scale_correction *= step
+        self._has_had_probation = True
+        self._probation = [] if is_whole else [PROBATION_CYCLES, lowered_by * step]
+        self.ceiling = math.inf if is_whole else self.ceiling * step
 
     def _spare(self, lr: float) -> None:
         """Spare a learning rate that has trained well, unless it was spared lately."""

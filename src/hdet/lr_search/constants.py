@@ -102,6 +102,8 @@ another learning rate: a default scout is left out."""
 
 # Chance and damage in observations.
 
+MIN_START_SCORES = 3
+"""First losses of rounds that show how much losses vary from batch to batch, at least."""
 SINGLE_SCORE_NOISE = 1e-3
 """Error of a probe that gives a single score, as a share of the score."""
 DIVERGED_NOISE_RATIO = 30.0

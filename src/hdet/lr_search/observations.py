@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from hdet.lr_search.constants import (
     BAD_BATCH_ALLOWANCE,
     DIVERGED_NOISE_RATIO,
+    MIN_START_SCORES,
     OVERFLOW,
     SINGLE_SCORE_NOISE,
 )
@@ -81,7 +82,16 @@ class RoundLog:
     def observations(self) -> Observations:
         """All that was observed, as plain data."""
         start = fmean(self.start_scores) if self.start_scores else None
-        return Observations(sorted(self._by_place.values()), start)
+        noise = self._noise_of_starts()
+        points = [p._replace(error=max(p.error, noise)) for p in self._by_place.values()]
+        return Observations(sorted(points), start)
+
+    def _noise_of_starts(self) -> float:
+        """How much losses vary from batch to batch, by the first losses of several rounds.
+
+        The few losses of a short round do not show it.
+        """
+        return stdev(self.start_scores) if len(self.start_scores) >= MIN_START_SCORES else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {

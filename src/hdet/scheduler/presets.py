@@ -107,16 +107,21 @@ def _best(given: GivenOptions, total_steps: int | None) -> ChosenOptions:
     has_controller = given.controller not in ("auto", None)
     explores = given.knobs is not None or bool(given.spread) or has_controller
     has_lr = given.knobs is None or any(isinstance(knob, LearningRate) for knob in given.knobs)
-    num_cycles, least = (NUM_EXPLORING_CYCLES, 1) if explores else (NUM_CYCLES, MIN_CYCLE_STEPS)
     return ChosenOptions(
         SPREAD if explores else 0.0,
-        SYNC_EVERY
-        if total_steps is None
-        else max(min(SYNC_EVERY, total_steps // num_cycles), least),
+        _cycle_length(total_steps, explores=explores),
         Tracker(relative=has_lr and given.scout is not None) if explores else None,
         Scout() if has_lr else None,
         Guard(offload=True) if has_lr else None,
     )
+
+
+def _cycle_length(total_steps: int | None, *, explores: bool) -> int:
+    if total_steps is None:
+        return SYNC_EVERY
+    if explores:
+        return max(min(SYNC_EVERY, total_steps // NUM_EXPLORING_CYCLES), 1)
+    return min(max(min(SYNC_EVERY, total_steps // NUM_CYCLES), MIN_CYCLE_STEPS), total_steps)
 
 
 def without_scout(controller: Controller | None) -> Controller | None:

@@ -250,7 +250,7 @@ class SearchPhase:
             tail = DEFAULT_TAIL if probe is None else probe.tail
             if left < math.ceil(tail * num_steps):
                 run.weights.tail.add()
-        elif left == num_steps // LOSS_ROUND_PARTS:
+        elif left == math.ceil(num_steps / LOSS_ROUND_PARTS):
             run.training_loss.clear()  # judged by the last part of a round
         return trial.advance(losses)
 
