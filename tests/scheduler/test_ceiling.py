@@ -88,9 +88,8 @@ def test_run_with_a_far_too_high_lr_is_rescued_below_a_quarter_of_what_failed(
         lines, cycle = rollbacks(tmp_path), TOTAL // 60
         assert lines
         for line in lines:
-            if line["back_to"] == line["step"]:
-                continue  # raised again
-            assert line["factor"] < 1
+            if line["factor"] >= 1:
+                continue  # raised again, or spared
             step = line["step"]
             failed = max(rates[step - cycle : step])
             # Good cycles may raise it again, step by step, until it fails.

@@ -22,18 +22,15 @@ UNGAINED_SHARE = 0.02
 GAIN_DEVIATIONS = 3.0
 """The run has gained something once a cycle lies below the first loss by this many errors."""
 VANISHED_SHARE = 0.5
-"""A model whose gradients have vanished in this share of its tensors, and that has gained nothing,
-is dead."""
+"""A model that has gained nothing is dead if so many of its tensors have no gradient any more."""
 SPARE_EVERY = 20
 """A learning rate that has trained well is spared at its first failure, once in so many cycles."""
 PROBATION_CYCLES, MUCH_LOWER = 5, 0.1
-"""A learning rate that had trained well, or was lowered by more than this factor, is raised by one
-step after so many good cycles, until it fails again."""
+"""So many good cycles raise a rate by one step, if it is proven or was lowered by so much."""
 MAX_POWER = 2
 """The ceiling falls by at most this power of `lower` at one failure."""
 NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
-"""After this many rollbacks in a row the learning rate moves nothing any more. A loss that then
-differs from the one before by less than this share of its rise does not come from it."""
+"""After so many rollbacks, a loss that keeps its rise within this share comes from new data."""
 RELIEF = "not the learning rate, or not all of it: it is raised again"
 TOLERANCE_GROWTH = 4.0
 """The limits grow by this factor each time that the data has changed."""
@@ -46,11 +43,8 @@ class Guard:
     The guard judges the mean training loss of all replicas at the end of every cycle. A cycle
     fails if its loss lies far above the lowest level so far, if it is not finite, or if the model
     is dead. Then the run returns to the weights of its best cycle, and the rest of the schedule is
-    scaled so that its peak is a quarter of the learning rate that failed: the *ceiling*. The run
-    goes on with the next batch; data is not repeated.
-
-    A learning rate that has trained well before is spared once: one bad cycle may come from the
-    data.
+    scaled so that its peak is a quarter of the learning rate that failed: the *ceiling*. No batch
+    is repeated. A learning rate that has trained well is spared once: it may be the data.
 
     Args:
         deviations: A failure lies at least this many standard errors above the level.
@@ -284,11 +278,9 @@ class GuardMonitor:
 
     def _count_probation(self) -> None:
         """Raise a learning rate that was lowered by one step, after so many good cycles."""
-        if not self._probation:
-            return
-        left, lowered_by = self._probation
-        self._probation = [left - 1, lowered_by]
+        left, lowered_by = self._probation or (math.inf, 1.0)
         if left > 1:
+            self._probation = [left - 1, lowered_by] if self._probation else []
             return
         step = min(1 / self._guard.lower, 1 / lowered_by)
         is_whole = lowered_by * step > 1 - 1e-9
