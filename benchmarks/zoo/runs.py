@@ -3,7 +3,8 @@
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,20 @@ def run_alone(task: SmallTask, lr: float, seed: int, **options: Any) -> Outcome:
     return _run(task, lr, seed, model, task.make_optimizer(model, lr), step, **options)
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, hdet says nothing: a benchmark has thousands of runs."""
+    logger = logging.getLogger("hdet")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
 def _run(
     task: SmallTask,
     lr: float,
@@ -94,9 +109,7 @@ def _run(
     events, batches, stopped = Events(), task.batches(seed), ""
     outset = task.validate(model)["loss"]
     model.train()
-    with one_thread(), warnings.catch_warnings(), safe_attention("cpu"):
-        warnings.simplefilter("ignore")
-        logging.getLogger("hdet").setLevel(logging.ERROR)
+    with one_thread(), _silence(), safe_attention("cpu"):
         schedule: LRScheduler = make_schedule(task, optimizer, lr)
         scheduler = hdet.HDET(
             schedule, model=model, total_steps=task.steps, record=events, **options
