@@ -272,7 +272,7 @@ class CycleEnd:
 def _what_follows(factor: float, ahead: float) -> str:
     """Say what a rollback does to the learning rate, whose highest value `ahead` is known."""
     if factor == 1.0:
-        return "the learning rate is kept, since it has trained well before"
+        return "the learning rate is kept"  # spared, or below the ceiling already
     return (
         f"the learning rate is multiplied by {factor:.3g}, its peak from now on is "
         f"{factor * ahead:.3g} x the given one"
