@@ -84,7 +84,7 @@ def run_alone(task: SmallTask, lr: float, seed: int, **options: Any) -> Outcome:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Inside, hdet says nothing: a benchmark has thousands of runs."""
     logger = logging.getLogger("hdet")
     before = logger.level
@@ -109,7 +109,7 @@ def _run(
     events, batches, stopped = Events(), task.batches(seed), ""
     outset = task.validate(model)["loss"]
     model.train()
-    with one_thread(), _silence(), safe_attention("cpu"):
+    with one_thread(), silence(), safe_attention("cpu"):
         schedule: LRScheduler = make_schedule(task, optimizer, lr)
         scheduler = hdet.HDET(
             schedule, model=model, total_steps=task.steps, record=events, **options

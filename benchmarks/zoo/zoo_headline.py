@@ -13,6 +13,7 @@ from benchmarks.zoo.small.curve import curve_rows, finite
 from hdet.lr_search import constants
 
 HDET = "hdet, 8 replicas"
+PRIOR_AND_CEILING = "usual learning rate and ceiling"
 LOST_SHARE = 20.0
 """A run is lost if it ends further behind than this share of the gain, in percent."""
 FITTED = (
@@ -69,7 +70,7 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
     for num, name in ((4, "hdet, 4 replicas"), (2, "hdet, 2 replicas"), (1, "hdet, 1 replica")):
         found |= _short(f"n{num}", of[name])
     found |= _short("n1_ceiling", of["ceiling alone"])
-    prior = _short("", of["usual learning rate and ceiling"])
+    prior = _short("", of[PRIOR_AND_CEILING])
     found |= {f"prior_and_ceiling_{name.removesuffix('_')}": one for name, one in prior.items()}
     found |= _short("luck", of["luck"])
     peers = {name: _short("peer", of[name]) for name in PEERS if of[name]}
@@ -78,6 +79,8 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
         found["best_peer"] = best
         found["best_peer_median_regret_pct"] = peers[best]["median_regret_pct_peer"]
         found["best_peer_lost"] = peers[best]["lost_peer"]
+    for name in [*PEERS, PRIOR_AND_CEILING]:
+        found |= _against(_word(name), of[HDET], of[name])
     guarded = [row for name, own in of.items() if name.startswith("hdet") for row in own]
     if guarded:
         fine = [row for row in guarded if 1 / 3 <= row["chosen"] * 1.0 <= 1.0]
@@ -113,6 +116,27 @@ def _short(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         f"median_gain_share_pct_{name}": median(shares),
         f"worst_gain_share_pct_{name}": max(shares),
     }
+
+
+def _word(name: str) -> str:
+    return name.lower().replace(" ", "_").replace("-", "_")
+
+
+def _against(name: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
+    """A sign test over pairs of the same task and seed; ours is the median over the starts."""
+    losses: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in ours:
+        losses[row["task"], row["seed"]].append(finite(row["loss"]))
+    pairs = [
+        (median(losses[row["task"], row["seed"]]), finite(row["loss"]))
+        for row in theirs
+        if (row["task"], row["seed"]) in losses
+    ]
+    if not pairs:
+        return {}
+    wins = sum(our < their for our, their in pairs)
+    p = sum(math.comb(len(pairs), num) for num in range(wins, len(pairs) + 1)) / 2 ** len(pairs)
+    return {f"wins_over_{name}": wins, f"pairs_with_{name}": len(pairs), f"sign_p_{name}": p}
 
 
 def table(rows: Sequence[Row], method: str = HDET) -> str:

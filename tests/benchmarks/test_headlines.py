@@ -27,7 +27,12 @@ from benchmarks.learning_rate import (
 from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.result_file import RESULTS, flat, plain_json, read_result
 from benchmarks.systems import converge, hosts, overhead, scale, stacked, tensor_sets
-from benchmarks.zoo import zoo_curves, zoo_fit, zoo_headline, zoo_rounds
+from benchmarks.zoo import (
+    zoo_curves,
+    zoo_fit,
+    zoo_headline,
+    zoo_rounds,
+)
 
 Result = dict[str, Any]
 

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks.zoo import peers, zoo, zoo_fit
+from benchmarks.zoo import peers, zoo, zoo_fit, zoo_lengths, zoo_sizes
 from benchmarks.zoo.runs import run_alone, run_stacked
 from benchmarks.zoo.small.catalogue import TASKS
 from benchmarks.zoo.small.curve import best_lr, curve_rows
@@ -71,6 +72,43 @@ def test_headline_counts_lost_runs_and_alarms() -> None:
     assert found["harm_at_best_pct"] == 0.0
     assert found["scout_steps_pct"] == 2.0
     assert found["false_alarms_per_1000_runs"] == 500.0
+
+
+def test_sign_test_counts_pairs_of_the_same_task_and_seed() -> None:
+    shared = {"task": DIGITS, "steps": 100, "scout_steps": 2, "chosen": 0.5, "rollbacks": 0}
+    shared |= {"start": 1.0}
+    rows = [
+        {**shared, "method": method, "seed": seed, "loss": loss}
+        for seed in range(4)
+        for method, loss in (("hdet, 8 replicas", 0.3), ("Prodigy", 0.2 if seed == 3 else 0.4))
+    ]
+    found = headline(rows)
+    assert (found["wins_over_prodigy"], found["pairs_with_prodigy"]) == (3, 4)
+    assert found["sign_p_prodigy"] == pytest.approx(5 / 16)
+
+
+def test_longer_run_goes_through_the_data_anew() -> None:
+    task = TASKS[DIGITS]
+    longer = zoo_lengths.with_steps(task, 2 * task.steps).batches(0)
+    assert torch.equal(longer(1)[0], task.batches(0)(1)[0])
+    assert torch.equal(longer(task.steps + 1)[0], task.batches(1000)(1)[0])
+
+
+def test_lengths_compare_with_plain_runs_of_the_same_steps() -> None:
+    plain = {"task": DIGITS, "replicas": 0, "start": 1.0, "outset": 2.0}
+    rows = [
+        {**plain, "steps": 300, "loss": 1.0},
+        {**plain, "steps": 16_000, "loss": 0.5},
+        {**plain, "steps": 300, "replicas": 8, "loss": 1.3},
+    ]
+    found = zoo_lengths.headline(rows)["n8_300"]
+    assert (found["runs"], found["lost"]) == (1, 1)
+    assert found["median_gain_pct"] == pytest.approx(30)
+
+
+def test_usual_peak_falls_with_the_size_of_a_gpt() -> None:
+    peaks = [zoo_sizes.usual_peak(zoo_sizes.TASKS[name])[0] for name in ("gpt_0.8M", "gpt_10M")]
+    assert peaks[0] > peaks[1]
 
 
 def test_jobs_cover_every_method_start_and_seed_once() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from hdet.lr_search.constants import (
+    ADAFACTOR_PRIOR,
     ADAM_PRIOR,
     LION_PRIOR,
     MUON_PRIOR,
@@ -23,7 +24,7 @@ from hdet.lr_search.prior import prior_of
         ("NAdam", ADAM_PRIOR),
         ("FusedAdam", ADAM_PRIOR),
         ("AdamWScheduleFree", ADAM_PRIOR),
-        ("Adafactor", ADAM_PRIOR),
+        ("Adafactor", ADAFACTOR_PRIOR),
         ("Lamb", ADAM_PRIOR),
         ("Lion", LION_PRIOR),
         ("Muon", MUON_PRIOR),

@@ -45,6 +45,9 @@ SGD_PRIOR = -0.6
 """SGD without momentum: momentum of 0.85 makes steps 6.7 times longer."""
 LION_PRIOR = -3.0
 """Lion: a seventh of Adam's, as its authors say (3 to 10 times lower)."""
+ADAFACTOR_PRIOR = ADAM_PRIOR + 1.0
+"""Adafactor: torch multiplies its steps by the root mean square of the parameters they change,
+which is about 0.1 for a layer with a hundred inputs."""
 MUON_PRIOR = -1.7
 """Muon. Fitted, on one task; 0.02 at the peak is the published value."""
 PRIOR_ERROR = 0.35

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from hdet.lr_search.constants import (
+    ADAFACTOR_PRIOR,
     ADAM_PRIOR,
     LION_PRIOR,
     MUON_PRIOR,
@@ -18,7 +19,7 @@ from hdet.lr_search.constants import (
 FAMILIES = {
     "lion": LION_PRIOR,
     "muon": MUON_PRIOR,
-    "adafactor": ADAM_PRIOR,
+    "adafactor": ADAFACTOR_PRIOR,
     "adam": ADAM_PRIOR,
     "adan": ADAM_PRIOR,
     "lamb": ADAM_PRIOR,
