@@ -106,9 +106,9 @@ def test_lengths_compare_with_plain_runs_of_the_same_steps() -> None:
     assert found["median_gain_pct"] == pytest.approx(30)
 
 
-def test_usual_peak_falls_with_the_size_of_a_gpt() -> None:
-    peaks = [zoo_sizes.usual_peak(zoo_sizes.TASKS[name])[0] for name in ("gpt_0.8M", "gpt_10M")]
-    assert peaks[0] > peaks[1]
+def test_usual_learning_rate_falls_with_the_size_of_a_gpt() -> None:
+    rates = [zoo_sizes.usual_of(zoo_sizes.MODELS[name])[0] for name in ("gpt_0.1M", "gpt_3M")]
+    assert rates[0] > rates[1]
 
 
 def test_jobs_cover_every_method_start_and_seed_once() -> None:

@@ -186,7 +186,9 @@ def test_estimate_stays_below_half_of_the_lowest_if_all_explode(
 
 SCORES = st.one_of(st.none(), st.floats(-1e3, 1e3), st.sampled_from([1e-9, 1e200, -1e200, 1e299]))
 ROWS = st.lists(st.tuples(SCORES, st.floats(0, 1e3), st.booleans()), max_size=12)
-PRIORS = st.one_of(st.none(), st.builds(Prior, st.floats(-6, 6), st.floats(0.05, 2)))
+PRIORS = st.one_of(
+    st.none(), st.builds(Prior, st.floats(-6, 6), st.floats(0.05, 2), st.floats(0, 6))
+)
 
 
 def observed_of(rows: list[tuple[float | None, float, bool]], start: float | None) -> Observations:

@@ -13,6 +13,8 @@ from hdet.lr_search.constants import (
     DIVERGENCE_ERROR,
     DIVERGENCE_OVER_BEST,
     GAIN_ERROR,
+    SIZE_ERROR,
+    SIZE_POWER,
 )
 from hdet.lr_search.evidence import (
     belief_of_divergence,
@@ -85,6 +87,14 @@ def test_small_gains_are_uncertain_evidence() -> None:
     assert errors == sorted(errors)
     assert errors[0] == pytest.approx(GAIN_ERROR, rel=0.02)
     assert errors[-1] > 40
+
+
+def test_gains_of_larger_models_point_higher_and_are_less_certain() -> None:
+    points = points_of(lambda log: 1 - 0.9 * math.exp(-(log**2)))
+    small, large = belief_of_gains(points, 1.0), belief_of_gains(points, 1.0, decades=2.0)
+    assert small is not None and large is not None
+    assert large.mean - small.mean == pytest.approx(2 * SIZE_POWER)
+    assert large.error == pytest.approx(math.hypot(small.error, 2 * SIZE_ERROR))
 
 
 def test_noisy_scores_share_the_weight_of_the_best() -> None:

@@ -5,6 +5,7 @@ import pytest
 from hdet.lr_search.constants import (
     ADAFACTOR_PRIOR,
     ADAM_PRIOR,
+    GAIN_SIZE,
     LION_PRIOR,
     MUON_PRIOR,
     PRIOR_ERROR,
@@ -13,7 +14,7 @@ from hdet.lr_search.constants import (
     SIZE_POWER,
     USUAL_SIZE,
 )
-from hdet.lr_search.prior import prior_of
+from hdet.lr_search.prior import Prior, prior_of
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,8 @@ from hdet.lr_search.prior import prior_of
     ],
 )
 def test_optimizer_family_gives_the_prior_of_a_small_model(name: str, mean: float) -> None:
-    assert prior_of(name) == (mean, PRIOR_ERROR)
-    assert prior_of(name, num_parameters=int(USUAL_SIZE)) == (mean, PRIOR_ERROR)
+    assert prior_of(name) == Prior(mean, PRIOR_ERROR)
+    assert prior_of(name, num_parameters=int(USUAL_SIZE)) == Prior(mean, PRIOR_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,11 @@ def test_larger_models_have_a_lower_and_less_certain_prior() -> None:
     assert errors == sorted(errors)
     assert means[0] == means[1] == ADAM_PRIOR
     assert means[3] - means[4] == pytest.approx(2 * SIZE_POWER)
+
+
+def test_prior_says_how_much_larger_a_model_is_than_those_whose_gains_are_known() -> None:
+    known = [prior_of("AdamW", num_parameters=int(num)) for num in (0, 1e3, GAIN_SIZE, 1e8)]
+    assert [prior.decades for prior in known if prior is not None] == [0.0, 0.0, 0.0, 2.0]
 
 
 def test_size_does_not_change_the_prior_of_sgd() -> None:

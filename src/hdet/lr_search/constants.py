@@ -72,6 +72,10 @@ GAIN_ERROR = 0.25
 FULL_GAIN_SHARE, LOW_GAIN_ERROR = 0.15, 0.2
 """Rounds that gain this share of the start's score have so much more error; those that gain less
 have the more, by the square. Fitted."""
+GAIN_SIZE = 1e6
+"""The gains of models up to about this size are alike. In short rounds of larger ones the peak
+falls twice as fast as the best learning rate, for Adam and its relatives: a GPT of 0.1 to 85 M
+parameters, whose best is known at both ends (benchmarks/results/zoo_sizes.json)."""
 GAIN_NOISE_ERRORS = 2.0
 """A gain counts beyond so many of its own errors: the highest of a few is that high by chance."""
 DIVERGED_SHARE = 1.0

@@ -92,7 +92,7 @@ def _unbounded(observations: Observations, context: SearchContext) -> Estimate:
         return Estimate(1.0, Reason.NOTHING_FOUND)
     divergence = divergence_of(points, start)
     beliefs = {
-        "gains": belief_of_gains(points, start),
+        "gains": belief_of_gains(points, start, context.prior.decades if context.prior else 0.0),
         "divergence": belief_of_divergence(divergence),
     }
     seen = {name: belief for name, belief in beliefs.items() if belief is not None}

@@ -17,6 +17,8 @@ from hdet.lr_search.constants import (
     GAIN_NOISE_ERRORS,
     LOW_GAIN_ERROR,
     NEARLY_BEST_SHARE,
+    SIZE_ERROR,
+    SIZE_POWER,
 )
 from hdet.lr_search.observations import Observation
 
@@ -77,16 +79,20 @@ def gain_peak(points: Sequence[Observation], start: float) -> Peak | None:
     return Peak(mean, sure / max(abs(start), 1e-300))
 
 
-def belief_of_gains(points: Sequence[Observation], start: float) -> Belief | None:
+def belief_of_gains(
+    points: Sequence[Observation], start: float, decades: float = 0.0
+) -> Belief | None:
     """What the gains say. Small ones say little: short rounds see the noise, not the run.
 
-    A model that stands on a plateau, or has been trained before, gains little in short rounds.
+    A model that stands on a plateau, or has been trained before, gains little in short rounds. The
+    first steps of a model that is larger by some `decades` favour learning rates that are too low.
     """
     peak = gain_peak(points, start)
     if peak is None:
         return None
     low = LOW_GAIN_ERROR * (FULL_GAIN_SHARE / max(peak.share, 1e-9)) ** 2
-    return Belief(peak.log_lr - BEST_UNDER_PEAK, math.hypot(GAIN_ERROR, low))
+    best = peak.log_lr - BEST_UNDER_PEAK + SIZE_POWER * decades
+    return Belief(best, math.hypot(GAIN_ERROR, low, SIZE_ERROR * decades))
 
 
 def divergence_of(points: Sequence[Observation], start: float) -> float | None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from hdet.lr_search.constants import (
     ADAFACTOR_PRIOR,
     ADAM_PRIOR,
+    GAIN_SIZE,
     LION_PRIOR,
     MUON_PRIOR,
     PRIOR_ERROR,
@@ -30,10 +31,17 @@ FREE_OF_LR = ("dadapt", "dog", "prodigy", "mechanic")
 
 
 class Prior(NamedTuple):
-    """The usual mean learning rate of a run: its logarithm to base 10, and its error."""
+    """The usual mean learning rate of a run: its logarithm to base 10, and its error.
+
+    Attributes:
+        mean: The logarithm.
+        error: Its error.
+        decades: The model is larger by so many factors of ten than those whose gains are known.
+    """
 
     mean: float
     error: float
+    decades: float = 0.0
 
 
 def prior_of(optimizer: str, *, momentum: float = 0.0, num_parameters: int = 0) -> Prior | None:
@@ -62,5 +70,10 @@ def prior_of(optimizer: str, *, momentum: float = 0.0, num_parameters: int = 0) 
 
 
 def _of_size(mean: float, num_parameters: int) -> Prior:
-    decades = max(math.log10(num_parameters / USUAL_SIZE), 0.0) if num_parameters else 0.0
-    return Prior(mean - SIZE_POWER * decades, math.hypot(PRIOR_ERROR, SIZE_ERROR * decades))
+    decades = _decades_above(USUAL_SIZE, num_parameters)
+    error = math.hypot(PRIOR_ERROR, SIZE_ERROR * decades)
+    return Prior(mean - SIZE_POWER * decades, error, _decades_above(GAIN_SIZE, num_parameters))
+
+
+def _decades_above(size: float, num_parameters: int) -> float:
+    return math.log10(max(num_parameters / size, 1.0))
