@@ -16,6 +16,7 @@ from hdet.replicas.protocol import (
     RecordingReplicas,
     Replicas,
 )
+from tools import trace_step
 
 SOURCE = Path(hdet.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -152,3 +153,8 @@ def describe(docstring: str) -> dict[str, str]:
     assert match is not None
     entries = re.split(r"^    (\w+): ", match.group(1), flags=re.MULTILINE)[1:]
     return dict(zip(entries[::2], entries[1::2], strict=True))
+
+
+def test_step_within_a_round_of_the_scout_crosses_at_most_fifteen_files() -> None:
+    hops = trace_step.steps(4, scout=hdet.Scout(steps=8))[2]
+    assert len(set(hops)) <= 15

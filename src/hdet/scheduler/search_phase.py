@@ -239,6 +239,8 @@ class SearchPhase:
             self._reset_evidence()
         elif self._advance(trial):
             self._end_round(trial)
+        else:
+            return  # within a round the learning rates stay
         run.rates.write(everything=True)
 
     def _advance(self, trial: SearchTrial) -> bool:
