@@ -239,9 +239,6 @@ class SearchPhase:
             self._reset_evidence()
         elif self._advance(trial):
             self._end_round(trial)
-        else:
-            return  # within a round the learning rates stay
-        run.rates.write(everything=True)
 
     def _advance(self, trial: SearchTrial) -> bool:
         """Make one step of a round; return whether the round is over."""
@@ -335,6 +332,7 @@ class SearchPhase:
             run.clock.scouted(run.progress.step)
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
+        run.rates.write(everything=True)
 
     def _keep_or_change(self, trial: SearchTrial, estimate: Estimate) -> Estimate:
         """With `scout="restart"`, keep the given learning rate unless it is far off."""
