@@ -59,6 +59,7 @@ class BaseSchedule:
         self._simulated: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
         """The inputs and the result of the last simulation."""
         self._read()
+        self._first_lrs = self.lrs
 
     @property
     def total_steps(self) -> int | None:
@@ -83,8 +84,10 @@ class BaseSchedule:
         highest = getattr(self.schedule, "max_lrs", None)  # as in CyclicLR
         if highest is not None:
             return [float(lr) for lr in highest]
-        entries = self.optimizer.param_groups
-        return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
+        pairs = zip(self.optimizer.param_groups, self._first_lrs, strict=True)
+        # An optimizer from a checkpoint may have more than its initial learning rate, and a
+        # schedule that multiplies the last value goes on from there.
+        return [max(float(g.get("max_lr", g.get("initial_lr", lr))), lr) for g, lr in pairs]
 
     def shares(self, total_steps: int | None) -> ScheduleShares | None:
         """Return the mean and the highest value of the rest of the schedule.

@@ -165,12 +165,12 @@ class FunctionSchedule(LRScheduler):
         groups = optimizer.param_groups
         lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
         self._ratios = _ratios(lrs)
-        self.highest: float | None = None
-        """The highest value of the function. None if the number of steps is unknown."""
-        if num_steps is not None:
-            self.highest = max(self._value_at(step) for step in range(num_steps))
-        self.max_lrs = lrs if self.highest is None else self._lrs(self.highest)
-        """The highest learning rate of each group; without a length those of the optimizer."""
+        self.highest = max(self._value_at(step) for step in range(num_steps or 1))
+        """The highest value of the function in these steps."""
+        self.max_lrs = self._lrs(self.highest)
+        """The highest learning rate of each group."""
+        if num_steps is None:  # the optimizer has what the user takes for the highest one
+            self.max_lrs = list(map(max, self.max_lrs, lrs))
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:

@@ -92,12 +92,10 @@ def peak_of(run: Run, trial: SearchTrial) -> float:
 def _shares(run: Run, *, is_mid_run: bool) -> ScheduleShares:
     """Return the rest of the schedule in units of what the rates of the search stand for."""
     rest = shares_of_rest(run)
-    now = run.base.share_of(run.base.lrs)
-    if rest is None:
-        # What is known: a schedule may be above its peak already, as after a loaded optimizer.
-        return ScheduleShares(1.0, 1.0) if is_mid_run else ScheduleShares(*[max(now, 1.0)] * 2)
-    unit = now if is_mid_run else 1.0
-    return ScheduleShares(*(share / unit for share in rest)) if unit else ScheduleShares(1.0, 1.0)
+    now = run.base.share_of(run.base.lrs) if is_mid_run else 1.0
+    if rest is None or not now:
+        return ScheduleShares(1.0, 1.0)
+    return ScheduleShares(*(share / now for share in rest))
 
 
 def peak_over_mean(mean_share: float) -> float:
