@@ -38,7 +38,9 @@ def table(step: int) -> float:
 
 def sgd(*lrs: float, dtype: torch.dtype = torch.float64) -> torch.optim.SGD:
     lrs = lrs or (LR,)
-    groups = [{"params": [nn.Parameter(torch.ones(1, dtype=dtype))], "lr": lr} for lr in lrs]
+    groups: list[dict[str, Any]] = [
+        {"params": [nn.Parameter(torch.ones(1, dtype=dtype))], "lr": lr} for lr in lrs
+    ]
     return torch.optim.SGD(groups, lr=LR)
 
 
@@ -82,7 +84,7 @@ class Training:
             self.model = DistributedDataParallel(self.model)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         plain = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain}]
+        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": plain}]
         self.optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.9)
         self.step, self.kind, self.is_ours = 0, kind, is_ours
         if kind != "function":
@@ -123,7 +125,7 @@ class Training:
         torch.save([part.state_dict() for part in parts], path)
 
     def load(self, path: Path) -> None:
-        parts = (self.model, self.optimizer, self.scheduler)
+        parts: tuple[Any, ...] = (self.model, self.optimizer, self.scheduler)
         for part, state in zip(parts, torch.load(path, weights_only=True), strict=True):
             part.load_state_dict(state)
         self.step = self.scheduler.last_epoch
@@ -317,7 +319,7 @@ def test_scout_that_was_asked_for_refuses_an_unknown_length() -> None:
     message = "the length of the run is unknown, .* Pass total_steps= to HDET."
     for scout in (hdet.Scout(), hdet.Scout(steps=4), "restart"):
         with pytest.raises(ValueError, match=message):
-            hdet.HDET(optimizer, model=model, scout=scout)  # type: ignore[arg-type]
+            hdet.HDET(optimizer, model=model, scout=scout)
     run = hdet.HDET(optimizer, model=model, scout=None)
     with pytest.raises(RuntimeError, match=message):
         run.scout_again()

@@ -75,8 +75,8 @@ class BaseSchedule:
     @property
     def kind(self) -> str:
         """What the schedule is. A state loads into a schedule of the same kind."""
-        kind = type(self.schedule).__name__
-        return self.schedule.kind if isinstance(self.schedule, EpochSchedule) else kind
+        schedule = self.schedule
+        return schedule.kind if isinstance(schedule, EpochSchedule) else type(schedule).__name__
 
     @property
     def peaks(self) -> list[float]:
@@ -159,11 +159,10 @@ class BaseSchedule:
 
     def step_of_state(self, plain: Mapping[str, Any]) -> int:
         """Return the step of a saved state of the plain schedule, which may count epochs."""
+        schedule, count = self.schedule, max(int(plain["last_epoch"]), 0)
         if self.wants_metric:
             return 0
-        counts_epochs = isinstance(self.schedule, EpochSchedule)
-        unit = self.schedule.steps_per_epoch if counts_epochs else 1
-        return max(plain["last_epoch"], 0) * unit
+        return count * schedule.steps_per_epoch if isinstance(schedule, EpochSchedule) else count
 
     def advance(self, metric: float | None = None) -> None:
         """Make one step of the schedule.

@@ -140,7 +140,8 @@ class ConstantSchedule(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the step of a saved state, with its learning rates."""
         self.last_epoch = state_dict["last_epoch"]
-        self._last_lr = self.max_lrs = [float(lr) for lr in state_dict["_last_lr"]]
+        self.max_lrs = [float(lr) for lr in state_dict["_last_lr"]]
+        self._last_lr = self.get_lr()
 
 
 class FunctionSchedule(LRScheduler):
@@ -190,15 +191,16 @@ class FunctionSchedule(LRScheduler):
         return [value * ratio for ratio in self._ratios]
 
     def _value_at(self, step: int) -> float:
-        value = self.function(step)
+        value: Any = self.function(step)
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"`schedule` must return a number, got {value!r} for step {step}.")
-        if not 0 <= value < math.inf:
+        number = float(value)
+        if not 0 <= number < math.inf:
             raise ValueError(
                 "`schedule` must return a finite number that is at least 0, got "
                 f"{value!r} for step {step}."
             )
-        return float(value)
+        return number
 
 
 def _ratios(lrs: list[float]) -> list[float]:
