@@ -37,7 +37,7 @@ def complete_settings(
         total_steps: Steps of the run; None takes the length of the schedule.
         **options: The other fields of `Settings`.
     """
-    total = base.total_steps if total_steps is None else total_steps
+    total = base.length if total_steps is None else total_steps
     knobs = None if given.knobs is None else tuple(flatten_knobs(given.knobs))
     # A replica that joins has no snapshots to roll back to.
     is_unguarded = given.guard == "auto" and replicas.capabilities.is_elastic

@@ -24,6 +24,7 @@ from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
+from hdet.scheduler.given_schedule import Schedule, as_base
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
 from hdet.scheduler.run import Prepare, Run
@@ -66,9 +67,15 @@ class HDET(SearchCalls):
         [0.05]
 
     Args:
-        base: The schedule to wrap. It must be a plain torch `LRScheduler`.
+        base: The schedule to wrap: a plain torch `LRScheduler`. Or the optimizer, with
+            `schedule=`, or with a constant learning rate.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
             scout, the probe and local gradients need it. hdet averages its buffers too.
+        schedule: With an optimizer as `base`: a pure function of the step, counted from 0, that
+            returns the learning rate of the first parameter group. The other groups keep their
+            ratio to it. None keeps the learning rates of the optimizer constant.
+        steps_per_epoch: Steps after which the schedule advances, for schedules that count epochs.
+            None advances it every step.
         preset: The defaults of the options below. `"best"` starts with a scout and a guard and
             does not explore. `"paper"` explores as the paper does, without scout and guard.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1). None
@@ -101,7 +108,8 @@ class HDET(SearchCalls):
             them as they are.
         replicas: The engine that holds the replicas. None takes the processes of the default
             process group, or a single replica without one.
-        total_steps: Steps of the run. None takes the length of the base schedule if it has one.
+        total_steps: Steps of the run. None takes the length that the base schedule is made for,
+            such as `T_max` of `CosineAnnealingLR`, if it tells one.
         on_overrun: What happens after `total_steps`. `"hold"` keeps the learning rate, `"extend"`
             keeps it and explores on, and `"raise"` raises an error.
         record: The folder for the file `record.jsonl`, a sink, or a sequence of them. None
@@ -117,9 +125,11 @@ class HDET(SearchCalls):
 
     def __init__(
         self,
-        base: LRScheduler,
+        base: LRScheduler | Optimizer,
         *,
         model: nn.Module | None = None,
+        schedule: Schedule | None = None,
+        steps_per_epoch: int | None = None,
         preset: Literal["best", "paper"] = "best",
         spread: float | None = None,
         sync_every: int | None = None,
@@ -142,7 +152,8 @@ class HDET(SearchCalls):
         lr_bounds: tuple[float, float] | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
-            wrapped = BaseSchedule(base)
+            torch_base = as_base(base, schedule, steps_per_epoch, total_steps, warn)
+            wrapped = BaseSchedule(torch_base)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
                 preset,
