@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.knobs import param_groups
+from hdet.tensors.optimizers import unwrapped
 
 
 class ScheduleShares(NamedTuple):
@@ -38,7 +39,7 @@ class BaseSchedule:
         if not isinstance(schedule, LRScheduler) or hasattr(schedule, "consensus"):
             raise TypeError(f"`base` must be a plain torch LRScheduler, got {schedule!r}.")
         self.schedule = schedule
-        self.optimizer = schedule.optimizer
+        self.optimizer = unwrapped(schedule.optimizer)
         self.names = param_groups.group_names(self.optimizer)
         param_groups.use_plain_floats(schedule)
         self.cycle: OneCycleBounds | None = None
