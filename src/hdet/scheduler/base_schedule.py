@@ -104,7 +104,8 @@ class BaseSchedule:
             The mean and the highest share; None if the schedule cannot be copied.
         """
         copied = self._stand_in()
-        memo = {id(owner): owner for owner in self._owners()} | {id(self.optimizer): copied}
+        memo: dict[int, Any] = {id(owner): owner for owner in self._owners()}
+        memo |= {id(self.optimizer): copied, id(self.schedule.optimizer): copied}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns because the stand-in makes no step
             try:

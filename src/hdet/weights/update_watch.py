@@ -21,6 +21,9 @@ from hdet.weights.inventory import ReplicaTensors
 MIN_NUMEL = 16
 """Smaller tensors may be equal by chance, for example where a loop clips weights."""
 
+JUDGED_STEPS = (1, 2, 4, 8, 16, 32)
+"""The steps that are judged until one tells something: GradScaler may skip the first ones."""
+
 LearningRates = Sequence[Sequence[float]]
 """For each replica the learning rate of each parameter group."""
 
@@ -60,13 +63,15 @@ class UpdateWatch:
     def __init__(self, tensors: ReplicaTensors, replicas: Replicas) -> None:
         self._tensors, self._replicas = tensors, replicas
         self._before: Tensor | None = None
+        """The parameters before this step."""
+        self._num_steps = 0
         self.is_over = False
-        """Whether a step could be judged."""
+        """Whether a step was judged, or it is too late."""
         weakly = weakref.ref(self)  # a hook must not keep the watch alive
 
         def before_step(*_: Any) -> None:
-            if (watch := weakly()) is not None and watch._before is None:
-                watch._before = watch._prints(watch._candidates())
+            if (watch := weakly()) is not None:
+                watch._note_start()
 
         self._hook = tensors.optimizer.register_step_pre_hook(before_step)
 
@@ -74,25 +79,34 @@ class UpdateWatch:
         """Remove the hook."""
         self._hook.remove()
 
+    def _note_start(self) -> None:
+        if self._before is None and self._num_steps + 1 in JUDGED_STEPS:
+            self._before = self._prints(self._candidates())
+
     def find(self, lrs: LearningRates) -> MixedParameter | None:
         """Judge the step that was made with these learning rates.
 
         All processes must call this together. They exchange a few numbers for each parameter.
         """
         groups = {group for group, column in enumerate(zip(*lrs, strict=True)) if differ(column)}
-        if self.is_over or not groups:
-            self._before = None
-            return None
-        chosen = [one for one in self._candidates() if one.group in groups]
-        found = self._judge(chosen, self._replicas.gather(self._row(chosen)).tolist(), lrs)
+        self._num_steps += 1
+        place, one, other = -1, 0, 0
+        if groups and self._num_steps in JUDGED_STEPS:
+            place, one, other, self.is_over = self._compare(groups, lrs)
         self._before = None
-        # The processes of one replica have different shards, and must decide alike.
-        row = torch.tensor([found])
-        place, one, other, judged = max(self._replicas.gather_parts(row)[0].tolist())
-        self.is_over = judged > 0 or place >= 0
-        if self.is_over:
+        if self.is_over or self._num_steps == JUDGED_STEPS[-1]:
+            self.is_over = True
             self.close()
         return None if place < 0 else self._describe(place, one, other, lrs)
+
+    def _compare(self, groups: set[int], lrs: LearningRates) -> tuple[int, int, int, bool]:
+        """The place of a mixed parameter with two replicas, or -1; and whether one was judged."""
+        chosen = [one for one in self._candidates() if one.group in groups]
+        rows = self._replicas.gather(self._row(chosen)).tolist() if chosen else []
+        mine = self._judge(chosen, rows, lrs)
+        # The processes of one replica have different shards, and must decide alike.
+        parts = self._replicas.gather_parts(torch.tensor([mine]))[0].tolist()
+        return *max(parts)[:3], any(part[3] for part in parts)
 
     def _candidates(self) -> list[_Candidate]:
         known = {id(parameter) for parameter in self._tensors.optimized()}
@@ -114,7 +128,7 @@ class UpdateWatch:
         """The hash of each parameter, and whether it counts: the step has changed it."""
         _, now = self._prints(chosen)
         counts = torch.zeros_like(now)
-        if self._before is not None and chosen:
+        if self._before is not None:
             places, before = self._before
             wanted = torch.tensor([one.place for one in chosen], device=places.device)
             before = before[torch.isin(places, wanted)]
