@@ -263,7 +263,7 @@ def sharded(rank: int) -> tuple[str | None, bool]:
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + replicas.local[0])
     model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
     optimizer.step()
-    shard = local(model[0].weight).detach()
+    shard = local(next(model.parameters())).detach()
     if mesh.get_local_rank("shard") == 1:
         dist.broadcast(shard, 1, group=mesh["replicate"].get_group())
     mixed = watch.find([[0.1], [0.2]])
