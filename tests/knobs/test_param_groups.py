@@ -116,3 +116,38 @@ def test_betas_of_unusual_types_stay_as_they_are(betas: Any) -> None:
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["betas"] is betas
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_a_learning_rate_that_something_else_writes_is_noticed(lr: Any) -> None:
+    optimizer = optimizer_of(lr)
+    written = param_groups.WrittenRates()
+    rows = [(optimizer, [0.25, 0.5])]
+
+    def write() -> None:
+        if isinstance(lr, torch.Tensor):  # torch gives all groups the same tensor
+            for group in optimizer.param_groups:
+                group["lr"] = lr.clone()
+        param_groups.write_learning_rates(optimizer, rows[0][1])
+        written.note(rows)
+
+    write()
+    written.check()
+    optimizer.param_groups[1]["lr"] = 0.125
+    with pytest.raises(RuntimeError, match=r"param_groups\[1\]\['lr'\]` .* wrote 0.5, got 0.125"):
+        written.check()
+    write()
+    written.check()
+    if isinstance(lr, torch.Tensor):
+        optimizer.param_groups[0]["lr"].fill_(1.0)
+        with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['lr'\]` .* wrote 0.25, got 1"):
+            written.check()
+
+
+def test_a_number_that_is_written_again_changes_nothing() -> None:
+    optimizer = optimizer_of(0.1, 1)
+    written = param_groups.WrittenRates()
+    param_groups.write_learning_rates(optimizer, [0.3])
+    written.note([(optimizer, [0.3])])
+    optimizer.param_groups[0]["lr"] = float("0.3")
+    written.check()

@@ -188,8 +188,17 @@ def test_scores_on_given_batches_equal_those_of_a_plain_loop(
 # A noisy task ------------------------------------------------------------------------------------
 
 
-class Descent(torch.optim.SGD):
+class Descent(torch.optim.Optimizer):
     """An optimizer without a usual learning rate: what was seen decides."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
 def noisy_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -112,6 +112,54 @@ def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
             group["lr"] = lr
 
 
+Rows = Sequence[tuple[Optimizer, Sequence[float]]]
+"""Optimizers, each with the learning rates of its groups."""
+
+
+class WrittenRates:
+    """What was written last to group["lr"], to see whether something else writes it.
+
+    The host must not wait for a tensor on a device, so torch's count of the writes to it counts.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Rows = ()
+        self._versions: dict[int, int] = {}
+        """Tensor (by its id) -> the number of writes to it."""
+
+    def note(self, rows: Rows) -> None:
+        """Remember learning rates, right after they were written."""
+        self._rows = rows
+        self._versions = {
+            id(lr): _version(lr)
+            for optimizer, _ in rows
+            for group in optimizer.param_groups
+            if isinstance(lr := group["lr"], Tensor)
+        }
+
+    def check(self) -> None:
+        """Raise a RuntimeError if something else has written a learning rate since."""
+        for optimizer, lrs in self._rows:
+            for place, (group, lr) in enumerate(zip(optimizer.param_groups, lrs, strict=False)):
+                now = group["lr"]
+                if now is not lr and not self._is_ours(now, lr):  # mostly it is the same object
+                    raise RuntimeError(
+                        f"`param_groups[{place}]['lr']` must be set by hdet alone, which wrote "
+                        f"{lr:.6g}, got {float(now):.6g}. Remove the line of the training loop "
+                        "that sets param_group['lr'] or steps the base schedule. If that line is "
+                        "your schedule, pass it to HDET as `schedule=`."
+                    )
+
+    def _is_ours(self, now: Any, lr: float) -> bool:
+        if isinstance(now, Tensor):
+            return self._versions.get(id(now)) == _version(now)
+        return bool(now == lr)
+
+
+def _version(lr: Tensor) -> int:
+    return 0 if lr.is_inference() else lr._version
+
+
 Key = tuple[str, int | None]
 """An entry of a parameter group, and the index in it if it is a pair such as Adam's betas."""
 

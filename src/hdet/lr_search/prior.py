@@ -17,17 +17,23 @@ from hdet.lr_search.constants import (
     USUAL_SIZE,
 )
 
-FAMILIES = {
-    "lion": LION_PRIOR,
-    "muon": MUON_PRIOR,
-    "adafactor": ADAFACTOR_PRIOR,
-    "adam": ADAM_PRIOR,
-    "adan": ADAM_PRIOR,
-    "lamb": ADAM_PRIOR,
+FAMILIES: dict[str, tuple[float, str]] = {
+    "Adam": (
+        ADAM_PRIOR,
+        "Adam AdamW Adamax NAdam RAdam SparseAdam AdaBelief AdamP StableAdamW Adam_mini "
+        "Adan Lamb FusedAdam FusedAdamW FusedLAMB DeepSpeedCPUAdam HybridAdam AnyPrecisionAdamW "
+        "Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8 LAMB8bit "
+        "PagedAdam PagedAdamW PagedAdam8bit PagedAdamW8bit "
+        "AdamWScheduleFree AdamWScheduleFreeClosure AdamWScheduleFreeReference "
+        "AdamWScheduleFreePaper RAdamScheduleFree RAdamScheduleFreeClosure",
+    ),
+    "Adafactor": (ADAFACTOR_PRIOR, "Adafactor AdafactorBigVision"),
+    "Lion": (LION_PRIOR, "Lion FusedLion Lion8bit PagedLion PagedLion8bit"),
+    "Muon": (MUON_PRIOR, "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam"),
 }
-"""Part of a class name -> the prior of such optimizers."""
-FREE_OF_LR = ("dadapt", "dog", "prodigy", "mechanic")
-"""Parts of the names of optimizers whose learning rate is a factor on one of their own."""
+"""Family -> its prior, and the classes of optimizers that belong to it."""
+MEAN_OF_CLASS = {name: mean for mean, names in FAMILIES.values() for name in names.lower().split()}
+SGD_FAMILY = ("sgd", "asgd")
 
 
 class Prior(NamedTuple):
@@ -44,29 +50,33 @@ class Prior(NamedTuple):
     decades: float = 0.0
 
 
-def prior_of(optimizer: str, *, momentum: float = 0.0, num_parameters: int = 0) -> Prior | None:
+def prior_of(*classes: str, momentum: float = 0.0, num_parameters: int = 0) -> Prior | None:
     """The prior of an optimizer; None if it is not known.
 
     Larger models want lower learning rates, except with SGD. How much lower is not known well, so
     the error grows with the size.
 
     Args:
-        optimizer: The name of its class.
+        *classes: The names of its class and of those that it inherits from, the nearest first. The
+            first that is known counts. A part of a name says nothing: DAdaptAdam multiplies a
+            learning rate of its own by that of its groups.
         momentum: Its momentum.
         num_parameters: The size of the model; 0 if not known.
 
     >>> prior_of("AdamW") == prior_of("Adam"), prior_of("MyOwn")
     (True, None)
+    >>> prior_of("MyAdam", "AdamW", "Optimizer") == prior_of("AdamW")
+    True
     >>> small, large = (prior_of("AdamW", num_parameters=size) for size in (30_000, 85_000_000))
     >>> large.mean < small.mean, large.error > small.error
     (True, True)
     """
-    name = optimizer.lower()
-    if name in ("sgd", "asgd"):
-        return Prior(SGD_MOMENTUM_PRIOR if momentum else SGD_PRIOR, PRIOR_ERROR)
-    if any(word in name for word in FREE_OF_LR):
-        return None
-    return next((_of_size(m, num_parameters) for word, m in FAMILIES.items() if word in name), None)
+    for name in map(str.lower, classes):
+        if name in SGD_FAMILY:
+            return Prior(SGD_MOMENTUM_PRIOR if momentum else SGD_PRIOR, PRIOR_ERROR)
+        if name in MEAN_OF_CLASS:
+            return _of_size(MEAN_OF_CLASS[name], num_parameters)
+    return None
 
 
 def _of_size(mean: float, num_parameters: int) -> Prior:

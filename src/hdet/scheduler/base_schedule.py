@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.knobs import param_groups
 from hdet.scheduler.given_schedule import EpochSchedule, FunctionSchedule, length_of, step_of
+from hdet.tensors.optimizers import unwrapped
 
 
 class ScheduleShares(NamedTuple):
@@ -36,7 +37,7 @@ class BaseSchedule:
 
     def __init__(self, schedule: LRScheduler) -> None:
         self.schedule = schedule
-        self.optimizer = schedule.optimizer
+        self.optimizer = unwrapped(schedule.optimizer)
         self.names = param_groups.group_names(self.optimizer)
         param_groups.use_plain_floats(schedule)
         self.cycle: OneCycleBounds | None = None
@@ -115,8 +116,8 @@ class BaseSchedule:
             The mean and the highest share; None if the schedule cannot be copied.
         """
         copied = self._stand_in()
-        memo = {id(owner): owner for owner in _owners(self.schedule)}
-        memo |= {id(self.optimizer): copied}
+        memo: dict[int, Any] = {id(owner): owner for owner in _owners(self.schedule)}
+        memo |= {id(self.optimizer): copied, id(self.schedule.optimizer): copied}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns because the stand-in makes no step
             try:

@@ -16,6 +16,7 @@ from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_healt
 from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent
 from hdet.records.knob_entries import MovedKnob, knob_entries
 from hdet.records.writer import Timers
+from hdet.scheduler.loop_checks import warn_without_losses
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_phase import SearchPhase
 from hdet.scheduler.search_result import shares_of_rest
@@ -93,12 +94,7 @@ class CycleEnd:
         report = run.exchange(*compare, measures=several, scores=scores)
         self._check_losses(report)
         self._check_scores(report)
-        if run.good_point is not None and all(loss is None for loss in report.losses):
-            run.log.warn_once(
-                "guard",
-                "the guard is inactive: no loss was observed in this cycle. "
-                "Call `scheduler.step(loss)`.",
-            )
+        warn_without_losses(run, report)
         return report
 
     def _rolls_back(self, report: CycleReport) -> bool:

@@ -25,6 +25,7 @@ from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
 from hdet.scheduler.given_schedule import Schedule, as_base
+from hdet.scheduler.loop_checks import LoopChecks
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
 from hdet.scheduler.run import Prepare, Run
@@ -205,10 +206,12 @@ class HDET(SearchCalls):
 
         Raises:
             ValueError: If the run is over and `on_overrun` is `"raise"`.
-            RuntimeError: If it is called inside `consensus()`.
+            RuntimeError: If it is called inside `consensus()`, or if the loop has set the learning
+                rate of a parameter group.
             ReplicasLost: If no replica has finite weights, or if the guard is out of retries.
         """
         self._refuse_while_visiting("step()")
+        self._loop.check()
         if loss is not None:
             self._run.training_loss.add(loss, 1.0)
         self._run.log.flush()
@@ -328,6 +331,7 @@ class HDET(SearchCalls):
         run.rates.write(everything=True)
         run.rates.write_after_loading()
         run.start_record()
+        self._loop = LoopChecks(run)
 
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
         """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""

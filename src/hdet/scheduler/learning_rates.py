@@ -17,7 +17,7 @@ from hdet.scheduler.progress import Progress
 class LearningRates:
     """Base schedule x scale x multiplier, for each local replica and parameter group.
 
-    Nothing is read back: group["lr"] is written, never computed with.
+    Nothing is read back: group["lr"] is compared with what was written last, never computed with.
     """
 
     def __init__(
@@ -32,6 +32,8 @@ class LearningRates:
         self._optimizers, self._base, self._knob_bank = optimizers, base, knob_bank
         self._bound_knobs, self._replicas, self._progress = bound_knobs, replicas, progress
         self._factors: list[list[float]] = []
+        self.written = param_groups.WrittenRates()
+        """The learning rates as they were written last."""
         self.centre: list[float] = []
         """The learning rate of each group in the centre of the spread."""
         self.local: list[list[float]] = []
@@ -75,6 +77,7 @@ class LearningRates:
         for optimizer, lrs in rows:
             param_groups.write_learning_rates(optimizer, lrs)
             param_groups.write_momenta(optimizer, self._base.momenta)
+        self.written.note(rows)
 
     def write_after_loading(self) -> None:
         """Write the learning rates again whenever the optimizer loads a state."""

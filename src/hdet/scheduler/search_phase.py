@@ -9,19 +9,18 @@ from torch import nn
 
 from hdet.lr_search.budget import check_room
 from hdet.lr_search.constants import DEFAULT_TAIL, LOSS_ROUND_PARTS, NUM_HELD_OUT_PARTS
-from hdet.lr_search.estimator import Estimate
-from hdet.lr_search.reasons import Reason
 from hdet.lr_search.scout import AllRatesDiverged, Scout
 from hdet.lr_search.trigger import SearchTrigger, trigger_of_state
 from hdet.records.events import GuardEvent
 from hdet.replicas.protocol import records_calls
 from hdet.scheduler.compatibility import why_no_scout
+from hdet.scheduler.loop_checks import warn_without_losses
+from hdet.scheduler.mixing_optimizer import find_mixed, give_up_mixed
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_result import (
-    bounds_of,
     caution_about,
     estimate_of,
-    is_far_off,
+    keep_or_change,
     peak_of,
     prior_around_now,
     prior_of_run,
@@ -237,6 +236,9 @@ class SearchPhase:
         if trial.is_held_out_step:
             trial.end_held_out_step()
             self._reset_evidence()
+        elif (mixed := find_mixed(run, trial.update_watch)) is not None:
+            self._abandon(trial)
+            give_up_mixed(run, mixed)
         elif self._advance(trial):
             self._end_round(trial)
 
@@ -259,6 +261,7 @@ class SearchPhase:
             report = self._score_round(trial)
             if report.scores is None:
                 report.require_losses(step)
+            warn_without_losses(run, report)
             points = trial.points(report)
             # A learning rate that is low enough does not diverge without warning: a batch did it.
             if all(point.score is None for point in points) and min(points).bad_batch:
@@ -323,7 +326,7 @@ class SearchPhase:
         rates = dict(zip(run.base.names, trial.rates, strict=True))
         estimate = None
         if search.is_over:
-            estimate = self._keep_or_change(trial, estimate_of(run, trial))
+            estimate = keep_or_change(run, trial, estimate_of(run, trial))
             run.log.info(result_line(trial, estimate))
             if caution := caution_about(trial, estimate):
                 run.log.warn_once(f"scout at {run.progress.step}", caution)
@@ -333,15 +336,6 @@ class SearchPhase:
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
         run.rates.write(everything=True)
-
-    def _keep_or_change(self, trial: SearchTrial, estimate: Estimate) -> Estimate:
-        """With `scout="restart"`, keep the given learning rate unless it is far off."""
-        low, high = bounds_of(self._run, trial)
-        if not trial.keeps_given_lr or is_far_off(estimate) or not low <= 1.0 <= high:
-            return estimate
-        return Estimate(
-            1.0, Reason.GIVEN_IS_KEPT, estimate.within, estimate.shares, declined=estimate.factor
-        )
 
     def _end_trial(self, trial: SearchTrial) -> None:
         run = self._run

@@ -20,6 +20,7 @@ from hdet.records.events import SearchEvent, TriedRate
 from hdet.scheduler.base_schedule import ScheduleShares
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_trial import SearchTrial
+from hdet.tensors.optimizers import class_names
 
 
 def shares_of_rest(run: Run) -> ScheduleShares | None:
@@ -55,7 +56,7 @@ def prior_of_run(run: Run, rates: Sequence[float]) -> Prior | None:
         return None
     place = max(pairs)[2]
     momentum = float(groups[place].get("momentum", 0.0) or 0.0)
-    known = prior_of(type(optimizer).__name__, momentum=momentum, num_parameters=sum(sizes))
+    known = prior_of(*class_names(optimizer), momentum=momentum, num_parameters=sum(sizes))
     return None if known is None else known._replace(mean=known.mean - math.log10(rates[place]))
 
 
@@ -117,6 +118,16 @@ def is_far_off(estimate: Estimate) -> bool:
         return False
     return abs(math.log(estimate.factor)) > max(
         math.log(FAR_OFF_RATIO), FAR_OFF_ERRORS * math.log(estimate.within)
+    )
+
+
+def keep_or_change(run: Run, trial: SearchTrial, estimate: Estimate) -> Estimate:
+    """With `scout="restart"`, keep the given learning rate unless it is far off."""
+    low, high = bounds_of(run, trial)
+    if not trial.keeps_given_lr or is_far_off(estimate) or not low <= 1.0 <= high:
+        return estimate
+    return Estimate(
+        1.0, Reason.GIVEN_IS_KEPT, estimate.within, estimate.shares, declined=estimate.factor
     )
 
 

@@ -73,6 +73,7 @@ class SearchTrial:
         """Whether a step of it was made, so that it takes no more batches of the loop."""
         self._compared_by_before: str | None = None
         """What replicas were compared by in earlier rounds, if that may have changed."""
+        self.update_watch = weights.watch_updates()
         replicas.share_gradients(model, False)
 
     @property
@@ -229,6 +230,8 @@ class SearchTrial:
     def close(self, *, shared: bool) -> None:
         """End the search; `shared` says whether the run shares gradients."""
         self._start_point.close()
+        if self.update_watch is not None:
+            self.update_watch.close()
         if self.held_out is not None:
             self.held_out.close()
         self._replicas.share_gradients(self._model, shared)

@@ -21,6 +21,7 @@ from hdet.weights.snapshot import (
     write_model,
 )
 from hdet.weights.tail_average import TailAverage
+from hdet.weights.update_watch import UpdateWatch
 
 
 class ReplicaWeights:
@@ -57,6 +58,12 @@ class ReplicaWeights:
     def unsaved(self) -> list[str]:
         """Names of parameters that exist once for all replicas and are no DTensor."""
         return [name for tensors in self._local for name in tensors.unsaved()]
+
+    def watch_updates(self) -> UpdateWatch | None:
+        """Watch the next step for an optimizer that mixes replicas; None within one process."""
+        if self._replicas.size == len(self._replicas.local):
+            return None
+        return UpdateWatch(self._local[0], self._replicas)
 
     def refresh(self) -> None:
         """Find the tensors of all local replicas again; an exchange starts with it."""

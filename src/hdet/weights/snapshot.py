@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.tensors.dtensor import Layout, layout, local
 from hdet.tensors.ops import are_equal, copies, copy_all
+from hdet.tensors.optimizers import inner_optimizers
 from hdet.weights.inventory import ReplicaTensors
 
 Tensors = dict[str, Tensor]
@@ -29,7 +30,7 @@ class Snapshot(NamedTuple):
     weights: list[Tensors]
     buffers: list[Tensors]
     states: list[dict[Any, Any]]
-    """The state of each optimizer, under its own keys."""
+    """The state of each optimizer and of those that it keeps, under their own keys."""
     settings: list[list[dict[str, Any]]]
     """The entries of each optimizer's parameter groups, without parameters and learning rates."""
     random_states: dict[str, Tensor]
@@ -86,11 +87,12 @@ def take_snapshot(
         equal: Whether replicas have the same weights and buffers: then one copy is taken.
     """
     optimizers = [tensors.optimizer for tensors in local_tensors]
-    everyone = optimizers + ([] if outer is None else [outer])
-    states = _copy_states([optimizer.state for optimizer in everyone], offload=offload)
+    owners = _owners_of_states(optimizers)
+    everyone = owners + ([] if outer is None else [outer])
+    states = _copy_states([owner.state for owner in everyone], offload=offload)
     return Snapshot(
         *copy_model(local_tensors[:1] if equal else local_tensors, offload=offload),
-        states[: len(optimizers)],
+        states[: len(owners)],
         [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers],
         _random_states(next(iter(local_tensors[0].parameters().values())).device),
         None if outer is None else states[-1],
@@ -110,12 +112,16 @@ def restore_snapshot(
     Learning rates stay as they are. Tensors that the snapshot does not hold stay as they are.
     """
     write_model(snapshot.model, local_tensors)
-    states = _copy_states([*snapshot.states, snapshot.outer or {}])
-    for index, tensors in enumerate(local_tensors):
-        _restore_optimizer(tensors.optimizer, states[index], snapshot.settings[index])
+    *states, outer_state = _copy_states([*snapshot.states, snapshot.outer or {}])
+    optimizers = [tensors.optimizer for tensors in local_tensors]
+    for owner, kept in zip(_owners_of_states(optimizers), states, strict=False):
+        owner.state.clear()
+        owner.state.update(kept)
+    for optimizer, settings in zip(optimizers, snapshot.settings, strict=True):
+        _restore_settings(optimizer, settings)
     if outer is not None and snapshot.outer is not None:
         outer.state.clear()
-        outer.state.update(states[-1])
+        outer.state.update(outer_state)
     if random_state:
         for device, state in snapshot.random_states.items():
             if device == "cpu":
@@ -124,11 +130,11 @@ def restore_snapshot(
                 torch.cuda.set_rng_state(state, device)
 
 
-def _restore_optimizer(
-    optimizer: Optimizer, state: dict[Any, Any], settings_of_groups: list[dict[str, Any]]
-) -> None:
-    optimizer.state.clear()
-    optimizer.state.update(state)
+def _owners_of_states(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    return [owner for one in optimizers for owner in (one, *inner_optimizers(one))]
+
+
+def _restore_settings(optimizer: Optimizer, settings_of_groups: list[dict[str, Any]]) -> None:
     for group, settings in zip(optimizer.param_groups, settings_of_groups, strict=True):
         for name, value in settings.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):

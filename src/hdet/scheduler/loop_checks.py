@@ -1,0 +1,128 @@
+"""LoopChecks: what a training loop and its optimizer do between two calls of `step()`.
+
+A learning rate that the loop writes is an error. A loop that does not call `step()` once for each
+optimizer step gets a warning, because the schedule, the scout and the cycles count those steps.
+"""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.scheduler.mixing_optimizer import find_mixed, mixing_error
+from hdet.scheduler.run import Run
+from hdet.scheduler.run_log import RunLog
+from hdet.signals.exchange import CycleReport
+from hdet.weights.update_watch import UpdateWatch
+
+MANY_STEPS = 32
+"""More optimizer steps than this without a `step()` are no warm-up. It is also the number of calls
+of `step()` that must be seen before steps can be missing: GradScaler may skip the first ones."""
+
+
+class LoopChecks:
+    """The checks of one run at each call of `step()`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._written = run, run.rates.written
+        watches = [StepWatch(run.optimizer, run.log)] if _can_be_counted(run.optimizer) else []
+        self._watches = watches
+        # A search has a watch of its own, and replicas that join have no step in common.
+        explores = run.knob_bank.is_spread() and run.progress.trial is None and run.elastic is None
+        self._updates = run.weights.watch_updates() if explores else None
+
+    def check(self) -> None:
+        """Check the loop, at the beginning of `step()`.
+
+        Raises:
+            RuntimeError: If something else has written a learning rate.
+            ValueError: If replicas explore learning rates and the optimizer mixes them.
+        """
+        self._written.check()
+        if self._watches:
+            self._watches = [watch for watch in self._watches if not watch.sees_call()]
+        if self._updates is not None:
+            self._check_updates(self._updates)
+
+    def _check_updates(self, updates: UpdateWatch) -> None:
+        mixed = find_mixed(self._run, updates)
+        if updates.is_over:
+            self._updates = None
+        if mixed is not None:
+            raise mixing_error(self._run, mixed)
+
+
+class StepWatch:
+    """Counts the steps of one optimizer between two calls of `step()`, until it is sure of a loop.
+
+    Two calls in a row with one optimizer step before each show that the loop is right.
+    """
+
+    def __init__(self, optimizer: Optimizer, log: RunLog) -> None:
+        self._log = log
+        self._num = self._num_before = 0
+        """Optimizer steps before this call, and before the last one."""
+        self._num_calls = self._num_steps = 0
+        weakly = weakref.ref(self)  # a hook must not keep the run alive
+
+        def count(*_: Any) -> None:
+            if (watch := weakly()) is not None:
+                watch._sees_step()
+
+        self._hook = optimizer.register_step_post_hook(count)
+
+    def sees_call(self) -> bool:
+        """Count a call of `step()`; return whether the watch is over."""
+        before, now = self._num_before, self._num
+        self._num_before, self._num = now, 0
+        self._num_calls += 1
+        if before > 1 and now > 1:
+            self._warn_of_many(now)
+        elif self._num_calls >= MANY_STEPS and 2 * self._num_steps <= self._num_calls:
+            self._warn_of_few()
+        is_over = before == now == 1 or self._num_calls >= MANY_STEPS or now > MANY_STEPS
+        if is_over:
+            self._hook.remove()
+        return is_over
+
+    def _sees_step(self) -> None:
+        self._num += 1
+        self._num_steps += 1
+        if self._num == MANY_STEPS + 1:
+            self._warn_of_many(self._num)
+
+    def _warn_of_many(self, num: int) -> None:
+        self._log.warn_once(
+            "steps",
+            f"the optimizer made {num} steps without a `step()` of the scheduler, so the schedule, "
+            "the scout and the cycles count wrongly. Call `scheduler.step(loss)` after every "
+            "optimizer step. If the base schedule counts epochs, pass `steps_per_epoch=` to HDET.",
+        )
+
+    def _warn_of_few(self) -> None:
+        self._log.warn_once(
+            "steps",
+            f"`step()` was called {self._num_calls} times, and the optimizer made "
+            f"{self._num_steps} steps, so the schedule, the scout and the cycles count wrongly. "
+            "Call `scheduler.step(loss)` once after every optimizer step. For a micro-batch call "
+            "`scheduler.observe(loss)`. With Accelerate, leave the scheduler out of `prepare`.",
+        )
+
+
+def warn_without_losses(run: Run, report: CycleReport) -> None:
+    """Warn at the end of a cycle or of a round of the scout that nobody gave a loss."""
+    if run.good_point is not None and all(loss is None for loss in report.losses):
+        run.log.warn_once(
+            "guard",
+            "the guard is inactive, so the run is not protected from divergence: no loss was "
+            f"observed up to step {run.progress.step}. Call `scheduler.step(loss)`.",
+        )
+
+
+def _can_be_counted(optimizer: Optimizer) -> bool:
+    """Whether Python sees every step. A compiled or captured one runs without its hooks."""
+    return not any(
+        isinstance(group["lr"], Tensor) or group.get("capturable")
+        for group in optimizer.param_groups
+    )
