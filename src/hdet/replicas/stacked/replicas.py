@@ -2,17 +2,17 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from hdet._validation import check_choice, check_integer
 from hdet.knobs.dial import remember_copies, sharing_dials
 from hdet.replicas.protocol import Capabilities, HeldOutBatches
+from hdet.replicas.stacked.batch_dims import Batch, BatchDims
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.held_out import RecordedBatches
 from hdet.replicas.stacked.local_replicas import LocalReplicas
@@ -34,9 +34,13 @@ class StackedReplicas(LocalReplicas):
         num: The number of replicas.
         mode: How the replicas are run: "vmap" all at once, "loop" one after another. With "auto"
             the first batch of training decides: vmap where torch can run the model with it.
+        batch_dim: The dimension of a batch that counts the samples. For arguments that differ, a
+            tuple in the order of the arguments or a mapping from their names. An entry is an
+            integer, None for an argument that all replicas get whole, or a container of these.
 
     Raises:
-        TypeError: `model` is no module, or `num` is no integer.
+        TypeError: `model` is no module, `num` is no integer, or `batch_dim` holds something else
+            than integers and None.
         ValueError: `num` is less than 1, `mode` is unknown, or the model has no parameters, lies on
             several devices, is lazy, wrapped or compiled.
 
@@ -54,10 +58,16 @@ class StackedReplicas(LocalReplicas):
     capabilities = Capabilities(records_calls=True, has_own_optimizer=True)
 
     def __init__(
-        self, model: nn.Module, num: int, *, mode: Literal["auto", "vmap", "loop"] = "auto"
+        self,
+        model: nn.Module,
+        num: int,
+        *,
+        mode: Literal["auto", "vmap", "loop"] = "auto",
+        batch_dim: Any = 0,
     ) -> None:
         check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("auto", "vmap", "loop"))
+        self._batch_dims = BatchDims(batch_dim)
         _check_model(model)
         super().__init__(num)
         with sharing_dials():
@@ -76,26 +86,30 @@ class StackedReplicas(LocalReplicas):
 
     # What a training loop calls ------------------------------------------------------------
 
-    def losses(self, function: LossFunction, *batch: Any) -> Tensor:
+    def losses(self, function: LossFunction, /, *batch: Any, **named: Any) -> Tensor:
         """The loss of every replica, [N], each on its own part of the global batch.
 
         Call `losses.sum().backward()` afterwards. With shared gradients the parameters of the model
         then hold the mean over the replicas, as they do under DDP.
 
         Args:
-            function: `function(model, *part)` returns a scalar loss. It gets a model to call, and
-                one N-th of every tensor of the batch.
-            batch: Tensors, or tuples, lists and dicts of them. Their first dimension is split.
+            function: `function(model, *part, **named_part)` returns a scalar loss. It gets a model
+                to call, and one N-th of every tensor of the batch.
+            batch: Tensors, or tuples, lists and dicts of them. They are split along `batch_dim`,
+                the first dimension by default. Numbers and other values go to all replicas.
+            named: More of the batch, for keyword arguments of `function`.
 
         Returns:
             A tensor with one loss for each replica.
 
         Raises:
             TypeError: The batch has something else than tensors, or `function` returns no tensor.
-            ValueError: The batch does not split evenly, or the loss is no scalar.
+            ValueError: The batch does not split evenly, its tensors have different numbers of
+                samples, or the loss is no scalar.
             RuntimeError: A tensor of the model was replaced after `StackedReplicas` was made.
         """
-        return self._forward.losses(function, tree_map(self._split, batch))
+        parts = self._batch_dims.split(function, Batch(batch, named), self.size)
+        return self._forward.losses(function, parts)
 
     def optimizer(self, one: Optimizer | Callable[[nn.Module], Optimizer]) -> StackedOptimizer:
         """One optimizer that steps all replicas.
@@ -220,23 +234,11 @@ class StackedReplicas(LocalReplicas):
         """Keep the next batches, so that replicas can be scored on them."""
         return RecordedBatches(self._forward, num_parts, max_parts)
 
-    def _split(self, value: Any) -> Any:
-        """One N-th of the first dimension for every replica. Scalars go to all replicas."""
-        if not isinstance(value, Tensor):
-            if isinstance(value, Mapping) or hasattr(value, "__array__"):
-                raise TypeError(
-                    "`batch` must be made of tensors in tuples, lists and dicts, got a "
-                    f"{type(value).__name__}."
-                )
-            return value
-        if value.dim() == 0:
-            return value
-        if len(value) % self.size:
-            raise ValueError(
-                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples. "
-                "Use drop_last=True in the loader."
-            )
-        return value.unflatten(0, (self.size, -1))
+    def num_samples(self, loss_of: LossFunction, batch: Any) -> int:
+        return self._batch_dims.num_samples(loss_of, Batch(*batch))
+
+    def pieces(self, loss_of: LossFunction, batch: Any, num: int) -> list[Any]:
+        return list(self._batch_dims.pieces(loss_of, Batch(*batch), num))
 
 
 class _LoadIntoAll:
