@@ -103,8 +103,7 @@ def _check_dims(dims: Any) -> None:
             _check_dims(inner)
     elif dims is not None and (isinstance(dims, bool) or not isinstance(dims, int)):
         raise TypeError(
-            "`batch_dim` must be an integer, or hold one or None for each argument, got "
-            f"{dims!r}."
+            f"`batch_dim` must be an integer, or hold one or None for each argument, got {dims!r}."
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from hdet._messages import warn
 from hdet.knobs.dial import running
 from hdet.replicas.stacked.batch_dims import Batch, is_split
+from hdet.replicas.stacked.clipping import GradientCheck
 from hdet.replicas.stacked.cuda_graphs import CapturedGraphs
 from hdet.replicas.stacked.gradients import OwnGradients, SharedGradient, SharedGradients
 from hdet.replicas.stacked.graph_cache import GraphCache, batch_key, without_autocast_cache
@@ -61,6 +62,7 @@ class Forward:
         """Gets every call of training as long as it lives."""
         self.stack = stack
         self.graphs = GraphCache(stack.device.type)
+        self.gradient_check = GradientCheck(stack.modules)
 
     @property
     def num_replicas(self) -> int:
@@ -70,10 +72,10 @@ class Forward:
         """The loss of every replica, [N], each on its part of the batch."""
         recorder = None if self.call_recorder is None else self.call_recorder()
         if recorder is None or not self._is_training():
-            return self._losses(function, parts)
+            return self._watched_losses(function, parts)
         # Copies: a loop may reuse the memory of its batch, and a loss may write into it.
         kept, flags = tree_map(copied, parts), tuple(self.stack.flags()[0])
-        losses = self._losses(function, parts)
+        losses = self._watched_losses(function, parts)
         dtype = self._autocast_dtype()
         recorder.record(RecordedCall(function, kept, losses.detach().clone(), dtype, flags))
         return losses
@@ -112,6 +114,12 @@ class Forward:
     def restored_random_state(self) -> AbstractContextManager[None]:
         """Restore the random state at the end: what is drawn inside is drawn again after it."""
         return self.stack.restored_random_state()
+
+    def _watched_losses(self, function: LossFunction, parts: Batch) -> Tensor:
+        losses = self._losses(function, parts)
+        if not self.shares_gradients:
+            self.gradient_check.watch(losses)
+        return losses
 
     def _losses(self, function: LossFunction, parts: Batch) -> Tensor:
         # In a loop every module keeps its own buffers.

@@ -11,13 +11,16 @@ from torch.optim import Optimizer
 
 from hdet._validation import check_choice, check_integer
 from hdet.knobs.dial import remember_copies, sharing_dials
+from hdet.knobs.layers import restore_dropout
 from hdet.replicas.protocol import Capabilities, HeldOutBatches
 from hdet.replicas.stacked.batch_dims import Batch, BatchDims
+from hdet.replicas.stacked.clipping import clip_each
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.held_out import RecordedBatches
 from hdet.replicas.stacked.local_replicas import LocalReplicas
 from hdet.replicas.stacked.module_stack import ModuleStack
 from hdet.replicas.stacked.optimizer import StackedOptimizer, copy_for_module
+from hdet.replicas.stacked.plain_module import add_hooks, plain_copy
 from hdet.replicas.stacked.recorded_calls import LossFunction
 from hdet.replicas.stacked.rows import copy_rows_, mean_of_rows
 from hdet.tensors.dtensor import check_initialised
@@ -76,8 +79,8 @@ class StackedReplicas(LocalReplicas):
             remember_copies(model)
         self._forward = Forward(ModuleStack(self._modules), mode)
         self._optimizer: StackedOptimizer | None = None
-        model.register_load_state_dict_post_hook(_LoadIntoAll(self))
-        model.register_state_dict_post_hook(_save_one)
+        this = weakref.ref(self)  # the hook must not keep the replicas alive
+        add_hooks(model, lambda: None if (ensemble := this()) is None else ensemble._copy_first())
 
     @property
     def mode(self) -> str:
@@ -140,6 +143,65 @@ class StackedReplicas(LocalReplicas):
         self._optimizer = StackedOptimizer(each, self._modules, self._forward)
         return self._optimizer
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradient of every replica by its own norm, after the backward.
+
+        It replaces `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, which would
+        reach the first replica only while each has its own gradients, as in a scout. With shared
+        gradients there is one gradient for all, and both do the same.
+
+        Args:
+            max_norm: The highest norm.
+            norm_type: The kind of the norm, as in torch.
+            error_if_nonfinite: Raise an error if a norm is not finite.
+            foreach: Whether torch uses its fast implementation; None lets torch choose.
+
+        Returns:
+            The norms before, one for each replica.
+
+        Raises:
+            RuntimeError: A norm is not finite, and `error_if_nonfinite` is True.
+
+        Example:
+            >>> model = nn.Linear(1, 1)
+            >>> ensemble = StackedReplicas(model, 2)
+            >>> losses = ensemble.losses(lambda model, x: model(x).sum(), 3 * torch.ones(2, 1))
+            >>> losses.sum().backward()
+            >>> ensemble.clip_grad_norm_(1.0)
+            tensor([3.1623, 3.1623])
+        """
+        norms = clip_each(
+            self._gradient_rows(),
+            nn.utils.clip_grad_norm_,
+            max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+        return torch.stack(norms).expand(self.size)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clip every element of the gradients of all replicas.
+
+        It replaces `torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)`.
+
+        Args:
+            clip_value: The largest absolute value.
+            foreach: Whether torch uses its fast implementation; None lets torch choose.
+        """
+        clip_each(self._gradient_rows(), nn.utils.clip_grad_value_, clip_value, foreach=foreach)
+
+    def _gradient_rows(self) -> list[list[Tensor]]:
+        """The parameters of each replica that has gradients of its own."""
+        used = self._modules[:1] if self._forward.shares_gradients else self._modules
+        return [list(module.parameters()) for module in used]
+
     def compile(self, **options: Any) -> None:
         """Compile the replicas' forward and backward.
 
@@ -157,12 +219,32 @@ class StackedReplicas(LocalReplicas):
         Returns:
             A copy of the model that shares no memory with the replicas.
         """
-        module = copy.deepcopy(self._modules[0])
-        for part in module.modules():  # a copy of a slice would keep the memory of its stack
-            part._buffers.update({n: b.clone() for n, b in part._buffers.items() if b is not None})
+        module = plain_copy(self._modules[0])
         rows = [_tensors(replica) for replica in self._modules]
         with torch.no_grad():
             copy_rows_([_tensors(module)], mean_of_rows(rows, self.local))
+        return module
+
+    def unwrap(self) -> nn.Module:
+        """Make the trained model: the mean of the replicas' weights, without anything of hdet.
+
+        Unlike `consensus()`, it also gives dropout layers with a knob the class of torch again. So
+        `torch.save` of it loads where hdet is not installed. Only an `attention_temperature` knob
+        stays, because the model is another one without it. The replicas stay as they are.
+
+        `torch.save(model)` of the stacked model also saves a plain module. Like `state_dict()` of
+        the model it has the weights of the first replica: those of all after `converge()`.
+
+        Returns:
+            A copy of the model that shares no memory with the replicas.
+
+        Example:
+            >>> model = nn.Linear(2, 1)
+            >>> type(StackedReplicas(model, 4).unwrap())
+            <class 'torch.nn.modules.linear.Linear'>
+        """
+        module = self.consensus()
+        restore_dropout(module)
         return module
 
     def converge_(self) -> None:
@@ -234,38 +316,15 @@ class StackedReplicas(LocalReplicas):
         """Keep the next batches, so that replicas can be scored on them."""
         return RecordedBatches(self._forward, num_parts, max_parts)
 
+    def _copy_first(self) -> None:
+        """Copy a checkpoint that was loaded into the model to all replicas."""
+        self.copy_([_tensors(module) for module in self._modules], 0, self.local[1:])
+
     def num_samples(self, loss_of: LossFunction, batch: Any) -> int:
         return self._batch_dims.num_samples(loss_of, Batch(*batch))
 
     def pieces(self, loss_of: LossFunction, batch: Any, num: int) -> list[Any]:
         return list(self._batch_dims.pieces(loss_of, Batch(*batch), num))
-
-
-class _LoadIntoAll:
-    """A hook of the model that copies a loaded checkpoint to all replicas.
-
-    A copy of the model, or a pickled one, belongs to no replicas.
-    """
-
-    def __init__(self, ensemble: StackedReplicas | None = None) -> None:
-        # Weak: the hook must not keep the replicas alive.
-        self._ensemble = None if ensemble is None else weakref.ref(ensemble)
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        ensemble = self._ensemble() if self._ensemble is not None else None
-        if ensemble is not None:
-            rows = [_tensors(replica) for replica in ensemble.modules(None)]
-            ensemble.copy_(rows, 0, ensemble.local[1:])
-
-    def __reduce__(self) -> Any:
-        return _LoadIntoAll, ()
-
-
-def _save_one(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook of the model: a checkpoint holds the memory of one replica, not that of all."""
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state[name] = value.clone()
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
