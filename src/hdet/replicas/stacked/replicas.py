@@ -18,12 +18,11 @@ from hdet.replicas.stacked.clipping import clip_each
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.held_out import RecordedBatches
 from hdet.replicas.stacked.local_replicas import LocalReplicas
-from hdet.replicas.stacked.module_stack import ModuleStack
+from hdet.replicas.stacked.module_stack import ModuleStack, check_model, tensors_of
 from hdet.replicas.stacked.optimizer import StackedOptimizer, copy_for_module
 from hdet.replicas.stacked.plain_module import add_hooks, plain_copy
 from hdet.replicas.stacked.recorded_calls import LossFunction
 from hdet.replicas.stacked.rows import copy_rows_, mean_of_rows
-from hdet.tensors.dtensor import check_initialised
 
 
 class StackedReplicas(LocalReplicas):
@@ -71,7 +70,7 @@ class StackedReplicas(LocalReplicas):
         check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("auto", "vmap", "loop"))
         self._batch_dims = BatchDims(batch_dim)
-        _check_model(model)
+        check_model(model)
         super().__init__(num)
         with sharing_dials():
             self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
@@ -220,9 +219,9 @@ class StackedReplicas(LocalReplicas):
             A copy of the model that shares no memory with the replicas.
         """
         module = plain_copy(self._modules[0])
-        rows = [_tensors(replica) for replica in self._modules]
+        rows = [tensors_of(replica) for replica in self._modules]
         with torch.no_grad():
-            copy_rows_([_tensors(module)], mean_of_rows(rows, self.local))
+            copy_rows_([tensors_of(module)], mean_of_rows(rows, self.local))
         return module
 
     def unwrap(self) -> nn.Module:
@@ -252,7 +251,7 @@ class StackedReplicas(LocalReplicas):
 
         A scheduler does this at the end of every cycle, and excludes replicas that diverged.
         """
-        self.average_([_tensors(module) for module in self._modules], self.local)
+        self.average_([tensors_of(module) for module in self._modules], self.local)
 
     def select_(self, replica: int) -> None:
         """Copy the weights, buffers and optimizer state of one replica to all.
@@ -267,7 +266,7 @@ class StackedReplicas(LocalReplicas):
         if replica >= self.size:
             raise ValueError(f"`replica` must be less than {self.size}, got {replica}.")
         targets = [r for r in self.local if r != replica]
-        self.copy_([_tensors(module) for module in self._modules], replica, targets)
+        self.copy_([tensors_of(module) for module in self._modules], replica, targets)
         if self._optimizer is not None:
             self._optimizer.select_(replica)
 
@@ -318,35 +317,10 @@ class StackedReplicas(LocalReplicas):
 
     def _copy_first(self) -> None:
         """Copy a checkpoint that was loaded into the model to all replicas."""
-        self.copy_([_tensors(module) for module in self._modules], 0, self.local[1:])
+        self.copy_([tensors_of(module) for module in self._modules], 0, self.local[1:])
 
     def num_samples(self, loss_of: LossFunction, batch: Any) -> int:
         return self._batch_dims.num_samples(loss_of, Batch(*batch))
 
     def pieces(self, loss_of: LossFunction, batch: Any, num: int) -> list[Any]:
         return list(self._batch_dims.pieces(loss_of, Batch(*batch), num))
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, got {model!r}.")
-    if not any(True for _ in model.parameters()):
-        raise ValueError("`model` must have parameters, got none.")
-    kind = type(model).__name__
-    if kind == "OptimizedModule":
-        raise ValueError(
-            "`model` must be the module itself, got a compiled one: call `compile()` on the "
-            "replicas instead."
-        )
-    if kind in ("DistributedDataParallel", "DataParallel"):
-        raise ValueError(f"`model` must be the module itself, got it wrapped in {kind}.")
-    check_initialised(dict(model.named_parameters()))
-    devices = {tensor.device for tensor in _tensors(model)}
-    if len(devices) > 1:
-        raise ValueError(
-            f"`model` must lie on one device, got {sorted(str(device) for device in devices)}."
-        )
