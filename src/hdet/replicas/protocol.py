@@ -249,6 +249,12 @@ class RecordingReplicas(Replicas, Protocol):
             max_parts: The largest number of parts to keep.
         """
 
+    def num_samples(self, loss_of: Callable[..., Tensor], batch: Any) -> int:
+        """The samples of a batch, (arguments, named arguments); 1 if its tensors disagree."""
+
+    def pieces(self, loss_of: Callable[..., Tensor], batch: Any, num: int) -> list[Any]:
+        """Split a batch, (arguments, named arguments), into pieces of nearly equal size."""
+
 
 def is_elastic(replicas: Replicas) -> TypeGuard[ElasticReplicas]:
     """Whether replicas join and leave during the run."""
