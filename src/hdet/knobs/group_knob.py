@@ -69,7 +69,7 @@ class GroupKnob(KnobSpec):
             schedule=self.schedule,
             writes=frozenset((key, index) for index in indices),
             setting=key[0],
-            momentum_groups=indices if _scheduled_values(context, key) else (),
+            momentum_groups=indices if _is_scheduled(context, indices, key) else (),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -83,14 +83,20 @@ def _start(context: BindingContext, index: int, key: Key) -> float:
     A scheduled value comes from the schedule itself: stacked replicas have it in their groups only
     after the first step.
     """
-    if values := _scheduled_values(context, key):
-        return values[index]
+    if (value := _scheduled_value(context, index, key)) is not None:
+        return value
     return read_setting(context.optimizers[0].param_groups[index], key)
 
 
-def _scheduled_values(context: BindingContext, key: Key) -> Sequence[float] | None:
-    """The value of a setting in every group, if the base schedule cycles it."""
-    return context.momenta if key in (("momentum", None), ("betas", 0)) else None
+def _scheduled_value(context: BindingContext, index: int, key: Key) -> float | None:
+    """The value of a setting of a group, if the base schedule cycles it."""
+    if context.momenta is None or key not in (("momentum", None), ("betas", 0)):
+        return None
+    return context.momenta[index]
+
+
+def _is_scheduled(context: BindingContext, indices: Sequence[int], key: Key) -> bool:
+    return any(_scheduled_value(context, index, key) is not None for index in indices)
 
 
 def _find_key(name: str, group: Mapping[str, Any]) -> Key:

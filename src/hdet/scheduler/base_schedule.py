@@ -6,10 +6,11 @@ schedule, reads its learning rates, and restores the optimizer's entries.
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet.control.one_cycle_bounds import OneCycleBounds
@@ -38,7 +39,7 @@ class BaseSchedule:
         if not isinstance(schedule, LRScheduler) or hasattr(schedule, "consensus"):
             raise TypeError(f"`base` must be a plain torch LRScheduler, got {schedule!r}.")
         self.schedule = schedule
-        self.optimizer = schedule.optimizer
+        self.optimizer: Optimizer = schedule.optimizer
         self.names = param_groups.group_names(self.optimizer)
         param_groups.use_plain_floats(schedule)
         self.cycle: OneCycleBounds | None = None
@@ -60,7 +61,14 @@ class BaseSchedule:
         self._entries = param_groups.schedule_entries(self.optimizer)
         self._simulated: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
         """The inputs and the result of the last simulation."""
+        self.momenta: list[float | None] | None = None
+        """The momentum of each group that the schedule cycles; None if it cycles none."""
         self._read()
+
+    @property
+    def kind(self) -> str:
+        """The name of the schedule's class. A saved state belongs to a schedule of this kind."""
+        return type(self.schedule).__name__
 
     @property
     def total_steps(self) -> int | None:
@@ -168,10 +176,14 @@ class BaseSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule as plain data."""
         return {
-            "kind": type(self.schedule).__name__,
+            "kind": self.kind,
             "schedule": copy.deepcopy(self.schedule.state_dict()),
             "momenta": self.momenta,
         }
+
+    def adopted(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a plain torch schedule in the form of `state_dict`."""
+        return {**self.state_dict(), "schedule": plain}
 
     def restore_entries(self) -> None:
         """Write the schedule's entries into the groups again, after a checkpoint replaced them."""

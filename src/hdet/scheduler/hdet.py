@@ -21,9 +21,11 @@ from hdet.records.events import (
 from hdet.records.sinks import Record
 from hdet.replicas.factory import default_replicas
 from hdet.replicas.protocol import Replicas
+from hdet.scheduler import live_runs
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
+from hdet.scheduler.joined_schedule import joined
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
 from hdet.scheduler.run import Prepare, Run
@@ -66,9 +68,11 @@ class HDET(SearchCalls):
         [0.05]
 
     Args:
-        base: The schedule to wrap. It must be a plain torch `LRScheduler`.
+        base: The schedule to wrap. It must be a plain torch `LRScheduler`, or a list with one for
+            each optimizer of the run.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
-            scout, the probe and local gradients need it. hdet averages its buffers too.
+            scout, the probe and local gradients need it. hdet averages its buffers too. Each of
+            its trainable parameters must belong to an optimizer of the run.
         preset: The defaults of the options below. `"best"` starts with a scout and a guard and
             does not explore. `"paper"` explores as the paper does, without scout and guard.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1). None
@@ -76,7 +80,8 @@ class HDET(SearchCalls):
         sync_every: Steps in a cycle. None takes the preset's value: a sixtieth of the run, at
             most 1000, or 1000 for the paper.
         knobs: The scalars to explore, such as `[hdet.lr(), hdet.weight_decay()]`. None explores
-            the learning rate of each parameter group.
+            the learning rate of each parameter group, or with several optimizers one factor on all
+            learning rates.
         probe: Scores the replicas on held-out data. A function of the model, or `hdet.Probe`.
             None compares replicas by their training losses.
         scout: The search at the start. `"auto"` searches where that can work, and otherwise
@@ -117,7 +122,7 @@ class HDET(SearchCalls):
 
     def __init__(
         self,
-        base: LRScheduler,
+        base: LRScheduler | Sequence[LRScheduler],
         *,
         model: nn.Module | None = None,
         preset: Literal["best", "paper"] = "best",
@@ -142,7 +147,7 @@ class HDET(SearchCalls):
         lr_bounds: tuple[float, float] | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
-            wrapped = BaseSchedule(base)
+            wrapped = joined(base) if isinstance(base, Sequence) else BaseSchedule(base)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
                 preset,
@@ -317,6 +322,7 @@ class HDET(SearchCalls):
         run.rates.write(everything=True)
         run.rates.write_after_loading()
         run.start_record()
+        live_runs.register(self, run.optimizer, run.progress)
 
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
         """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""

@@ -43,7 +43,7 @@ def adopted(
         )
     step = 0 if base.wants_metric else max(plain["last_epoch"], 0)
     state = saved(step, settings, base, knob_bank)
-    return {**state, "base": {**state["base"], "schedule": plain}}
+    return {**state, "base": base.adopted(plain)}
 
 
 def check(
@@ -59,10 +59,9 @@ def check(
     missing = sorted(REQUIRED_KEYS - state.keys())
     if missing:
         raise ValueError(f"`state_dict` must be complete, got one without {missing[0]!r}.")
-    kind = type(base.schedule).__name__
-    if state["base"]["kind"] != kind:
+    if state["base"]["kind"] != base.kind:
         raise ValueError(
-            f"`state_dict` must be of a {kind}, got that of a {state['base']['kind']}."
+            f"`state_dict` must be of a {base.kind}, got that of a {state['base']['kind']}."
         )
     names = [knob["name"] for knob in state["knobs"]]
     if names != knobs:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.tensors.dtensor import Layout, layout, local
+from hdet.tensors.joined_optimizer import members_of
 from hdet.tensors.ops import are_equal, copies, copy_all
 from hdet.weights.inventory import ReplicaTensors
 
@@ -85,7 +86,7 @@ def take_snapshot(
         offload: Whether the copy lies in host memory.
         equal: Whether replicas have the same weights and buffers: then one copy is taken.
     """
-    optimizers = [tensors.optimizer for tensors in local_tensors]
+    optimizers = _optimizers(local_tensors)
     everyone = optimizers + ([] if outer is None else [outer])
     states = _copy_states([optimizer.state for optimizer in everyone], offload=offload)
     return Snapshot(
@@ -111,8 +112,8 @@ def restore_snapshot(
     """
     write_model(snapshot.model, local_tensors)
     states = _copy_states([*snapshot.states, snapshot.outer or {}])
-    for index, tensors in enumerate(local_tensors):
-        _restore_optimizer(tensors.optimizer, states[index], snapshot.settings[index])
+    for index, optimizer in enumerate(_optimizers(local_tensors)):
+        _restore_optimizer(optimizer, states[index], snapshot.settings[index])
     if outer is not None and snapshot.outer is not None:
         outer.state.clear()
         outer.state.update(states[-1])
@@ -122,6 +123,11 @@ def restore_snapshot(
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, device)
+
+
+def _optimizers(local_tensors: Sequence[ReplicaTensors]) -> list[Optimizer]:
+    """Each optimizer of each replica: every one has a state under keys of its own."""
+    return [one for tensors in local_tensors for one in members_of(tensors.optimizer)]
 
 
 def _restore_optimizer(
