@@ -25,7 +25,7 @@ from hdet.scheduler import live_runs
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
-from hdet.scheduler.joined_schedule import joined
+from hdet.scheduler.joined_schedule import wrap_schedules
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
 from hdet.scheduler.run import Prepare, Run
@@ -69,7 +69,8 @@ class HDET(SearchCalls):
 
     Args:
         base: The schedule to wrap. It must be a plain torch `LRScheduler`, or a list with one for
-            each optimizer of the run.
+            each optimizer of the run. Then one factor scales all learning rates, unless `knobs`
+            is given.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
             scout, the probe and local gradients need it. hdet averages its buffers too. Each of
             its trainable parameters must belong to an optimizer of the run.
@@ -80,8 +81,7 @@ class HDET(SearchCalls):
         sync_every: Steps in a cycle. None takes the preset's value: a sixtieth of the run, at
             most 1000, or 1000 for the paper.
         knobs: The scalars to explore, such as `[hdet.lr(), hdet.weight_decay()]`. None explores
-            the learning rate of each parameter group, or with several optimizers one factor on all
-            learning rates.
+            the learning rate of each parameter group.
         probe: Scores the replicas on held-out data. A function of the model, or `hdet.Probe`.
             None compares replicas by their training losses.
         scout: The search at the start. `"auto"` searches where that can work, and otherwise
@@ -147,7 +147,7 @@ class HDET(SearchCalls):
         lr_bounds: tuple[float, float] | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
-            wrapped = joined(base) if isinstance(base, Sequence) else BaseSchedule(base)
+            wrapped = wrap_schedules(base)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
                 preset,

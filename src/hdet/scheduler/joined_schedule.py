@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
 from hdet.knobs import param_groups
 from hdet.scheduler.base_schedule import BaseSchedule, ScheduleShares
 from hdet.tensors.joined_optimizer import JoinedOptimizer
@@ -88,9 +86,11 @@ class JoinedSchedule(BaseSchedule):
             self.momenta = [momentum for row in rows for momentum in row]
 
 
-def joined(schedules: Sequence[LRScheduler]) -> JoinedSchedule:
-    """Wrap the schedules of several optimizers."""
-    return JoinedSchedule([BaseSchedule(schedule) for schedule in schedules])
+def wrap_schedules(base: Any) -> BaseSchedule:
+    """Wrap the schedule of a run, or a list with the schedule of each optimizer."""
+    if isinstance(base, list | tuple):
+        return JoinedSchedule([BaseSchedule(schedule) for schedule in base])
+    return BaseSchedule(base)
 
 
 def _check_members(members: Sequence[BaseSchedule]) -> None:
