@@ -166,8 +166,20 @@ def matrix_kind() -> str:
     return "muon" if HAS_MUON else "sgd"
 
 
+def start_while_gathered(rank: int) -> None:
+    """After a forward pass FSDP2 may have whole parameters in the place of its shards."""
+    model = toy.toy()
+    fully_shard(model, mesh=init_device_mesh("cpu", (N,)), reshard_after_forward=False)
+    optimizers = optimizers_of(model, "sgd")
+    toy.loss_of(model, 0, rank)
+    mesh = init_device_mesh("cpu", (1, N), mesh_dim_names=("one", "all"))
+    replicas = hdet.ProcessReplicas(mesh["one"])
+    hdet.HDET(schedules_of(optimizers), model=model, replicas=replicas, scout=None)
+
+
 def on_processes(rank: int) -> dict[str, Trained]:
     """All runs on processes in one call: processes take seconds to start."""
+    start_while_gathered(rank)
     return {
         "ddp": Loop("ddp", matrix_kind(), rank, knobs=[hdet.lr()], **PAPER).train(),
         "fsdp2": Loop("fsdp2", "sgd", rank, **PAPER).train(),

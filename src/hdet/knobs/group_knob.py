@@ -9,6 +9,7 @@ from torch import Tensor
 from hdet.knobs.binding import BindingContext, BoundKnob, is_at_edge
 from hdet.knobs.param_groups import Key, read_setting, use_tensor, write_setting
 from hdet.knobs.specs import KnobSpec, chosen_groups
+from hdet.tensors.joined_optimizer import kinds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class GroupKnob(KnobSpec):
             if _lacks(groups[index], key):
                 raise ValueError(
                     f"knob {self.name!r} needs an optimizer with {key[0]!r} in its groups, got "
-                    f"{type(context.optimizers[0]).__name__}."
+                    f"{kinds_of(context.optimizers[0])}."
                 )
         space = self.make_space()
         movable = [i for i in chosen if not is_at_edge(space, _start(context, i, key))]
