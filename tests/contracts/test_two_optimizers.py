@@ -40,7 +40,7 @@ def optimizers_of(model: nn.Module, kind: str) -> list[Optimizer]:
     matrices = [p for p in named.values() if p.ndim == 2]
     norm = [p for name, p in named.items() if name.endswith("norm.weight")]
     biases = [p for p in named.values() if p.ndim == 1 and p is not norm[0]]
-    groups = [{"params": biases}, {"params": norm, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": biases}, {"params": norm, "weight_decay": 0.0}]
     first: Optimizer = torch.optim.SGD(matrices, lr=1.0, momentum=0.9)
     if kind == "muon":
         first = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1)
@@ -53,6 +53,11 @@ def schedules_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
         OneCycleLR(optimizer, highest, total_steps=S, cycle_momentum=False)
         for optimizer, highest in zip(optimizers, peaks, strict=True)
     ]
+
+
+def probe(model: nn.Module) -> Tensor:
+    tokens, labels = toy.batch(10_000, 0, 64)
+    return nn.functional.cross_entropy(model(tokens), labels, reduction="none")
 
 
 class Trained(NamedTuple):
@@ -177,10 +182,24 @@ def start_while_gathered(rank: int) -> None:
     hdet.HDET(schedules_of(optimizers), model=model, replicas=replicas, scout=None)
 
 
+def scouted(rank: int) -> Trained:
+    """Search, and train on for some steps with shared gradients and one learning rate."""
+    loop = Loop("ddp", matrix_kind(), rank, probe=probe, scout=hdet.Scout(share=0.6), sync_every=T)
+    step = 0
+    while loop.scheduler.is_scouting:
+        loop.step(step)
+        step += 1
+    assert step > 3
+    for number in range(step, step + 5):
+        loop.step(number)
+    return Trained([loop.everything()], [[*loop.scheduler.get_knobs().values()]])
+
+
 def on_processes(rank: int) -> dict[str, Trained]:
     """All runs on processes in one call: processes take seconds to start."""
     start_while_gathered(rank)
     return {
+        "scouted": scouted(rank),
         "ddp": Loop("ddp", matrix_kind(), rank, knobs=[hdet.lr()], **PAPER).train(),
         "fsdp2": Loop("fsdp2", "sgd", rank, **PAPER).train(),
     }
@@ -200,6 +219,17 @@ def test_two_optimizers_under_ddp_equal_the_reference_loop(
     want = expected(matrix_kind(), ONE_EACH)
     for rank, runs in enumerate(trained):
         check(runs["ddp"], want, [rank], 3)
+
+
+def test_replicas_of_a_scout_are_alike_in_both_optimizers_after_it(
+    trained: list[dict[str, Trained]],
+) -> None:
+    first, *others = [runs["scouted"] for runs in trained]
+    assert first.centres[0][0] != 1.0
+    for other in others:
+        assert other.centres == first.centres
+        for ours, theirs in zip(first.weights[0], other.weights[0], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_two_optimizers_under_fsdp2_equal_the_reference_loop(

@@ -16,8 +16,10 @@ from torch.optim.lr_scheduler import (
 )
 
 import hdet
+from hdet.lr_search.constants import ADAM_PRIOR, SGD_MOMENTUM_PRIOR
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.joined_schedule import JoinedSchedule, wrap_schedules
+from hdet.scheduler.search_result import prior_of_run
 
 S = 40
 
@@ -107,17 +109,29 @@ def test_scout_finds_a_common_factor_for_learning_rates_that_are_far_too_low() -
     assert not any(optimizer.state_dict()["state"] for optimizer in optimizers)
 
 
+def test_prior_of_the_factor_is_a_mean_over_the_optimizers_by_parameters() -> None:
+    """40 parameters under SGD with momentum at 0.1, and 9 under AdamW at 0.001."""
+    model, optimizers = pair()
+    scheduler = hdet.HDET(cycles(optimizers), model=model, scout=None)
+    found = prior_of_run(scheduler._run, [0.1, 0.001])
+    factors = SGD_MOMENTUM_PRIOR + 1, ADAM_PRIOR + 3
+    assert found is not None
+    assert found.mean == pytest.approx((40 * factors[0] + 9 * factors[1]) / 49)
+
+
 def test_saved_run_continues_exactly_and_loads_as_plain_data() -> None:
     model, optimizers = pair()
     scheduler = hdet.HDET(cycles(optimizers), model=model, scout=None, sync_every=5)
     for number in range(20):
         step(model, optimizers, scheduler, number)
     file = io.BytesIO()
-    torch.save([part.state_dict() for part in (model, *optimizers, scheduler)], file)
+    parts: list[Any] = [model, *optimizers, scheduler]
+    torch.save([part.state_dict() for part in parts], file)
     states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     other, others = pair()
     resumed = hdet.HDET(cycles(others), model=other, scout=None, sync_every=5)
-    for part, state in zip((other, *others, resumed), states, strict=True):
+    parts = [other, *others, resumed]
+    for part, state in zip(parts, states, strict=True):
         part.load_state_dict(state)
     for number in range(20, S):
         assert values(others) == values(optimizers)
