@@ -40,6 +40,29 @@ def test_knobs_example_moves_a_knob_and_writes_a_record(tmp_path: Path) -> None:
     assert any('decision": "up' in line for line in lines)
 
 
+@pytest.mark.parametrize("name", ["muon", "gan"])
+def test_example_with_several_optimizers_adds_at_most_four_lines(name: str) -> None:
+    lines = (ROOT / f"examples/{name}.py").read_text().splitlines()
+    marked = [line for line in lines if "# hdet" in line]
+    assert len(marked) <= 4
+    # Without them nothing of hdet is left but what the script prints at its end.
+    others = [line for line in lines if line not in marked and "hdet" in line]
+    assert all("hdet in the lines marked so" in line for line in others)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_example_finds_a_factor_for_both_optimizers() -> None:
+    said = run("examples/muon.py", "--steps", "700")
+    assert float(said.split("accuracy")[-1].split()[0]) > 0.9
+    assert float(said.split("learning rates:")[1].split()[0]) > 30
+
+
+def test_gan_example_finds_a_factor_for_both_networks() -> None:
+    said = run("examples/gan.py", "--steps", "900")
+    assert float(said.split("distance")[-1].split()[0]) < 0.05  # 0.5 with the given rates
+    assert float(said.split("learning rates:")[1].split()[0]) > 30
+
+
 def test_one_device_example_trains_and_writes_a_record_and_a_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -307,8 +307,7 @@ def test_optimizer_alone_has_a_constant_learning_rate_per_group() -> None:
 def test_optimizer_alone_is_scouted_if_the_length_is_known() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = hdet.HDET(optimizer, model=model, total_steps=1600)
-    assert scheduler.is_scouting
+    assert hdet.HDET(optimizer, model=model, total_steps=1600).is_scouting
     with pytest.warns(UserWarning, match="scout disabled: the length of the run is unknown, and "):
         assert not hdet.HDET(optimizer, model=model).is_scouting
 

@@ -255,6 +255,7 @@ def test_run_resumed_without_a_controller_decays_to_the_lowest_learning_rate(
 
 def resume_lower(rank: int, saved: bytes, optimizer_first: bool) -> list[float]:
     trainer = Trainer(rank)
+    del trainer.scheduler
     lower = hdet.OneCycleHDET(
         trainer.optimizer, 0.005, total_steps=TOTAL, sync_every=T, spread=0.3, warmup_steps=8
     )

@@ -44,12 +44,15 @@ def use_plain_floats(base: LRScheduler) -> None:
         use_plain_floats(inner)
 
 
+Momenta = Sequence[float | None]
+"""The momentum of each group that a base schedule cycles; None for the other groups."""
+
 SavedEntries = list[dict[str, Any]]
 """For each group the entries that `undo_fan_out` has replaced."""
 
 
 def undo_fan_out(
-    optimizer: Optimizer, base_lrs: Sequence[float], momenta: Sequence[float] | None
+    optimizer: Optimizer, base_lrs: Sequence[float], momenta: Momenta | None
 ) -> SavedEntries:
     """Write the base schedule's own learning rates and momenta, as floats, before its next step.
 
@@ -80,7 +83,8 @@ def undo_fan_out(
         group["lr"] = lr
         saved.append(kept)
     for group, value in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        _write_value(group, _momentum_key(group), value)
+        if value is not None:
+            _write_value(group, _momentum_key(group), value)
     return saved
 
 
@@ -201,7 +205,7 @@ def _write_value(group: dict[str, Any], key: Key, value: Any) -> None:
     group[name] = value if place is None else (*whole[:place], value, *whole[place + 1 :])
 
 
-def read_momenta(base: LRScheduler) -> list[float] | None:
+def read_momenta(base: LRScheduler) -> list[float | None] | None:
     """The momentum of each group after a step of a schedule that cycles it; else None."""
     if not _cycles_momentum(base):
         return None
@@ -214,10 +218,11 @@ def _cycles_momentum(base: LRScheduler) -> bool:
     return bool(getattr(base, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
 
 
-def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
+def write_momenta(optimizer: Optimizer, momenta: Momenta | None) -> None:
     """Write the momentum of each group; None writes nothing."""
     for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        write_setting(group, _momentum_key(group), momentum)
+        if momentum is not None:
+            write_setting(group, _momentum_key(group), momentum)
 
 
 def check_groups(optimizer: Optimizer, num: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet.control.one_cycle_bounds import OneCycleBounds
@@ -37,7 +38,7 @@ class BaseSchedule:
 
     def __init__(self, schedule: LRScheduler) -> None:
         self.schedule = schedule
-        self.optimizer = unwrapped(schedule.optimizer)
+        self.optimizer: Optimizer = unwrapped(schedule.optimizer)
         self.names = param_groups.group_names(self.optimizer)
         param_groups.use_plain_floats(schedule)
         self.cycle: OneCycleBounds | None = None
@@ -59,6 +60,8 @@ class BaseSchedule:
         self._entries = param_groups.schedule_entries(self.optimizer)
         self._simulated: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
         """The inputs and the result of the last simulation."""
+        self.momenta: list[float | None] | None = None
+        """The momentum of each group that the schedule cycles; None if it cycles none."""
         self._read()
         self._first_lrs = self.lrs
 
@@ -188,6 +191,10 @@ class BaseSchedule:
             "schedule": copy.deepcopy(self.schedule.state_dict()),
             "momenta": self.momenta,
         }
+
+    def adopted(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a plain torch schedule in the form of `state_dict`."""
+        return {**self.state_dict(), "schedule": plain}
 
     def restore_entries(self) -> None:
         """Write the schedule's entries into the groups again, after a checkpoint replaced them."""

@@ -12,6 +12,7 @@ from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import drop_impossible_scout
 from hdet.scheduler.presets import GivenOptions, choose_options, without_scout
 from hdet.scheduler.settings import Settings
+from hdet.tensors.joined_optimizer import members_of
 
 
 def complete_settings(
@@ -47,10 +48,15 @@ def complete_settings(
         **chosen._asdict(),
         **options,
         total_steps=total,
-        knobs=(LearningRate(),) if knobs is None else knobs,
+        knobs=(_default_knob(base),) if knobs is None else knobs,
     )
     if given.scout == "auto":
         settings = drop_impossible_scout(settings, base, replicas, model, warn=warn)
     if given.controller == "auto" and settings.scout is None and base.step == 0:
         settings = replace(settings, controller=without_scout(settings.controller))
     return settings
+
+
+def _default_knob(base: BaseSchedule) -> LearningRate:
+    """Return a learning rate for each group, or one factor for several optimizers."""
+    return LearningRate(shared=len(members_of(base.optimizer)) > 1)

@@ -25,6 +25,8 @@ from hdet._validation import check_integer
 
 Schedule = Callable[[int], float]
 """A pure function of the step, counted from 0, that returns the learning rate."""
+Base = LRScheduler | Optimizer
+"""What a user gives as the schedule of one optimizer."""
 
 
 def as_base(

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from hdet._messages import Warn
 from hdet._validation import number_of
@@ -21,10 +20,12 @@ from hdet.records.events import (
 from hdet.records.sinks import Record
 from hdet.replicas.factory import default_replicas
 from hdet.replicas.protocol import Replicas
+from hdet.scheduler import live_runs
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
-from hdet.scheduler.given_schedule import Schedule, as_base
+from hdet.scheduler.given_schedule import Base, Schedule
+from hdet.scheduler.joined_schedule import wrap_schedules
 from hdet.scheduler.loop_checks import LoopChecks
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
@@ -69,9 +70,12 @@ class HDET(SearchCalls):
 
     Args:
         base: The schedule to wrap: a plain torch `LRScheduler`. Or the optimizer, with
-            `schedule=`, or with a constant learning rate.
+            `schedule=`, or with a constant learning rate. Or a list with one of them for each
+            optimizer of the run. Then one factor scales all learning rates, unless `knobs` is
+            given.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
-            scout, the probe and local gradients need it. hdet averages its buffers too.
+            scout, the probe and local gradients need it. hdet averages its buffers too. Each of
+            its trainable parameters must belong to an optimizer of the run.
         schedule: With an optimizer as `base`: a pure function of the step, counted from 0, that
             returns the learning rate of the first parameter group. The other groups keep their
             ratio to it. None keeps the learning rates of the optimizer constant.
@@ -126,7 +130,7 @@ class HDET(SearchCalls):
 
     def __init__(
         self,
-        base: LRScheduler | Optimizer,
+        base: Base | Sequence[Base],
         *,
         model: nn.Module | None = None,
         schedule: Schedule | None = None,
@@ -153,8 +157,7 @@ class HDET(SearchCalls):
         lr_bounds: tuple[float, float] | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
-            torch_base = as_base(base, schedule, steps_per_epoch, total_steps, warn)
-            wrapped = BaseSchedule(torch_base)
+            wrapped = wrap_schedules(base, schedule, steps_per_epoch, total_steps, warn)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
                 preset,
@@ -332,6 +335,7 @@ class HDET(SearchCalls):
         run.rates.write_after_loading()
         run.start_record()
         self._loop = LoopChecks(run)
+        live_runs.register(self, run.optimizer, run.progress)
 
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
         """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""

@@ -59,7 +59,8 @@ class OneCycleHDET(HDET):
         three_phase: Whether the cycle falls to its first learning rate before the last phase.
         last_epoch: The last step of a run that continues, -1 for a new run.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
-            scout, the probe and local gradients need it. hdet averages its buffers too.
+            scout, the probe and local gradients need it. hdet averages its buffers too. Each of
+            its trainable parameters must belong to an optimizer of the run.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1).
         sync_every: Steps in a cycle. Replicas are compared and averaged at its end.
         auto_lr: Whether the controller takes over after the warm-up. If not, the run follows

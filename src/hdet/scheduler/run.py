@@ -28,6 +28,7 @@ from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import check_compatible, check_knobs
 from hdet.scheduler.handshake import check_replicas_agree, describe_replica, report_failure
 from hdet.scheduler.learning_rates import LearningRates
+from hdet.scheduler.live_runs import check_alone
 from hdet.scheduler.progress import Progress
 from hdet.scheduler.run_log import RunLog
 from hdet.scheduler.schedule_clock import ScheduleClock
@@ -35,6 +36,7 @@ from hdet.scheduler.settings import Settings, as_plain_data
 from hdet.signals.exchange import CycleReport, exchange_reports
 from hdet.signals.probe_scoring import score_replicas
 from hdet.signals.training_loss import TrainingLoss
+from hdet.tensors.joined_optimizer import kinds_of
 from hdet.weights.inventory import WEIGHTS, TensorKind
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.restore_points import GoodPoint
@@ -88,6 +90,7 @@ class Run:
             self.base, self.settings = prepare(replicas, self._warn)
             self.one_cycle = one_cycle(self.base)
             self.optimizer: Optimizer = self.base.optimizer
+            check_alone(self.optimizer)
             check_compatible(self.settings, self.base, replicas, model, warn=self._warn)
             self.weights = ReplicaWeights(
                 self.optimizer, model, replicas, self.settings.outer, self.settings.compress
@@ -166,7 +169,7 @@ class Run:
         """Return what replicas must have in common beside the settings."""
         return {
             # The user's optimizer may stand for those of several replicas.
-            "optimizer": type(self.replicas.optimizers(self.optimizer)[0]).__name__,
+            "optimizer": kinds_of(self.replicas.optimizers(self.optimizer)[0]),
             "learning_rates": dict(zip(self.base.names, self.base.lrs, strict=True)),
             "groups": self.weights.checks.describe_groups(self.bound_knobs.settings()),
             "base": self.base.state_dict(),

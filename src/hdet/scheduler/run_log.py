@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from hdet import _messages
+from hdet.knobs.param_groups import Momenta
 from hdet.records.events import Event, LRTracePoints
 from hdet.records.lr_trace import LRTrace
 from hdet.records.writer import Recorder, Timers
@@ -55,9 +56,11 @@ class RunLog:
 
     # Learning rates within a cycle -------------------------------------------------------
 
-    def trace(self, step: int, lrs: Sequence[float], momenta: Sequence[float] | None) -> None:
+    def trace(self, step: int, lrs: Sequence[float], momenta: Momenta | None) -> None:
         if self._recorder is not None:
-            self._trace.add(step, lrs, momenta)
+            # A record has the momenta of all groups or of none.
+            cycled = [momentum for momentum in momenta or () if momentum is not None]
+            self._trace.add(step, lrs, cycled if len(cycled) == len(lrs) else None)
 
     def traced(self) -> LRTracePoints:
         return LRTracePoints() if self._recorder is None else self._trace.points()

@@ -42,7 +42,7 @@ def adopted(
             f"got the keys {sorted(plain)}."
         )
     state = saved(base.step_of_state(plain), settings, base, knob_bank)
-    return {**state, "base": {**state["base"], "schedule": plain}}
+    return {**state, "base": base.adopted(plain)}
 
 
 def check(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.tensors.buckets import flatten, packed
 from hdet.tensors.dtensor import check_initialised, layout, local, sharded_modules
+from hdet.tensors.joined_optimizer import members_of
 
 
 class TensorKind(StrEnum):
@@ -266,13 +267,19 @@ class ReplicaTensors:
                 "the model is sharded on."
             )
 
+    def clear_state(self) -> None:
+        """Clear the optimizer state, as if the optimizer were new."""
+        for optimizer in members_of(self.optimizer):
+            optimizer.state.clear()
+
     def _state(self) -> list[tuple[str, Tensor]]:
         return [
             (key, local(state[key]))
-            for group in self.optimizer.param_groups
+            for optimizer in members_of(self.optimizer)
+            for group in optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) not in self._unreplicated
-            for state in [self.optimizer.state.get(parameter, {})]
+            for state in [optimizer.state.get(parameter, {})]
             for key in sorted(state)
             if isinstance(state[key], Tensor)
         ]

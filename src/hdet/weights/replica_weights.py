@@ -147,7 +147,7 @@ class ReplicaWeights:
         if len(set(sizes_of_replicas)) > 1:
             for replica, tensors in zip(self._replicas.local, self._local, strict=True):
                 if replica in targets:
-                    tensors.optimizer.state.clear()
+                    tensors.clear_state()
             return 0
         states = [tensors.of_kind(TensorKind.OPTIMIZER_STATE) for tensors in self._local]
         return self._replicas.copy_(states, source, targets)
@@ -155,4 +155,4 @@ class ReplicaWeights:
     def reset_state_(self) -> None:
         """Clear the optimizers' states, as if the optimizers were new."""
         for tensors in self._local:
-            tensors.optimizer.state.clear()
+            tensors.clear_state()

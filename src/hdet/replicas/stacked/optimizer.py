@@ -132,7 +132,7 @@ class StackedOptimizer(EngineOptimizer):
         state = self.each[replica].state_dict()
         for optimizer in self.each:
             if optimizer is not self.each[replica]:
-                own = [{key: group[key] for key in keys} for group in optimizer.param_groups]
+                own = [{k: g[k] for k in keys & g.keys()} for g in optimizer.param_groups]
                 optimizer.load_state_dict(copy.deepcopy(state))
                 for group, kept in zip(optimizer.param_groups, own, strict=True):
                     group.update(kept)

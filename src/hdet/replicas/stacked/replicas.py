@@ -23,6 +23,7 @@ from hdet.replicas.stacked.optimizer import StackedOptimizer, copy_for_module
 from hdet.replicas.stacked.plain_module import add_hooks, plain_copy
 from hdet.replicas.stacked.recorded_calls import LossFunction
 from hdet.replicas.stacked.rows import copy_rows_, mean_of_rows
+from hdet.tensors.joined_optimizer import JoinedOptimizer, kinds_of, members_of
 
 
 class StackedReplicas(LocalReplicas):
@@ -77,7 +78,8 @@ class StackedReplicas(LocalReplicas):
         if num > 1:
             remember_copies(model)
         self._forward = Forward(ModuleStack(self._modules), mode)
-        self._optimizer: StackedOptimizer | None = None
+        self._optimizers: weakref.WeakSet[StackedOptimizer] = weakref.WeakSet()
+        """Those that `optimizer()` made and the user keeps: one for each of the model's."""
         this = weakref.ref(self)  # the hook must not keep the replicas alive
         add_hooks(model, lambda: None if (ensemble := this()) is None else ensemble._copy_first())
 
@@ -116,7 +118,8 @@ class StackedReplicas(LocalReplicas):
     def optimizer(self, one: Optimizer | Callable[[nn.Module], Optimizer]) -> StackedOptimizer:
         """One optimizer that steps all replicas.
 
-        Parameter groups, their names and their settings stay as they are.
+        Parameter groups, their names and their settings stay as they are. A model with several
+        optimizers needs a call for each.
 
         Args:
             one: An optimizer of the model, which is copied for each replica. For an optimizer that
@@ -139,8 +142,9 @@ class StackedReplicas(LocalReplicas):
                 "`one` must be an optimizer of the model or a function that makes one, "
                 f"got {one!r}."
             )
-        self._optimizer = StackedOptimizer(each, self._modules, self._forward)
-        return self._optimizer
+        stacked = StackedOptimizer(each, self._modules, self._forward)
+        self._optimizers.add(stacked)
+        return stacked
 
     def clip_grad_norm_(
         self,
@@ -267,8 +271,8 @@ class StackedReplicas(LocalReplicas):
             raise ValueError(f"`replica` must be less than {self.size}, got {replica}.")
         targets = [r for r in self.local if r != replica]
         self.copy_([tensors_of(module) for module in self._modules], replica, targets)
-        if self._optimizer is not None:
-            self._optimizer.select_(replica)
+        for optimizer in self._optimizers:
+            optimizer.select_(replica)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the consensus: a checkpoint is one model, for every engine.
@@ -296,14 +300,18 @@ class StackedReplicas(LocalReplicas):
     def optimizers(
         self, optimizer: Optimizer, steered: Collection[str] | None = None
     ) -> list[Optimizer]:
-        if optimizer is not self._optimizer or self._optimizer is None:
+        members = [one for one in members_of(optimizer) if isinstance(one, StackedOptimizer)]
+        own = [one for one in members if one in self._optimizers]
+        if len(own) < len(members_of(optimizer)):
             raise ValueError(
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned, got a "
-                f"{type(optimizer).__name__}. That optimizer steps all replicas."
+                f"{kinds_of(optimizer)}. That optimizer steps all replicas."
             )
-        known = self._optimizer.steered if steered is None else set(steered)
-        self._optimizer.steered = {"lr", *known}
-        return self._optimizer.each
+        for one in own:
+            one.steered = {"lr", *(one.steered if steered is None else steered)}
+        if not isinstance(optimizer, JoinedOptimizer):
+            return own[0].each
+        return [JoinedOptimizer(row) for row in zip(*(one.each for one in own), strict=True)]
 
     def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
         self._forward.shares_gradients = shared
