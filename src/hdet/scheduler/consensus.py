@@ -22,6 +22,10 @@ class Consensus:
 
     def make(self) -> None:
         """Average weights, buffers and optimizer states, and start the cycle again."""
+        with self._run.collective_call("`converge()`"):
+            self._make()
+
+    def _make(self) -> None:
         run, trial = self._run, self._run.progress.trial
         if self._phases.elastic_sync is not None:
             self._phases.elastic_sync.converge()
@@ -70,7 +74,8 @@ class Consensus:
             return
         with ExitStack() as inside:
             try:
-                inside.enter_context(self._at_mean())
+                with run.collective_call("`consensus()`"):
+                    inside.enter_context(self._at_mean())
             except Interrupted as reason:
                 run.log.warn(f"consensus() has the weights of this replica only: {reason}.")
             inside.enter_context(

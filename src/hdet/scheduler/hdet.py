@@ -288,8 +288,9 @@ class HDET(SearchCalls):
             ValueError: If the state belongs to another schedule or to other knobs.
         """
         saved = self.check_state_dict(state_dict)
-        self._run.load_progress(saved)
-        self._phases.resume(saved)
+        with self._run.collective_call("`load_state_dict()`"):
+            self._run.load_progress(saved)
+            self._phases.resume(saved)
         self._run.rates.write(everything=True)
         self._run.log.write(ResumeEvent(step=self._run.progress.step))
 
@@ -302,9 +303,12 @@ class HDET(SearchCalls):
         replicas: Replicas | None,
         record: Record | None,
     ) -> None:
-        run = self._run = Run(
-            prepare, model, replicas or default_replicas(), record, self._taken_over
-        )
+        replicas = replicas or default_replicas()
+        with replicas.collective_call("the construction of the scheduler", 0):
+            self._start(Run(prepare, model, replicas, record, self._taken_over))
+
+    def _start(self, run: Run) -> None:
+        self._run = run
         self.optimizer: Optimizer = run.optimizer
         self._visiting = False
         self._phases = Phases(run)
