@@ -49,6 +49,7 @@ class Consensus:
         num_bytes = run.weights.averager.average_(health.healthy, kinds, report.agreed)
         if health.excluded and not report.optimizer_states_match:
             num_bytes += run.reseed(health)
+        run.weights.loss_scale.equalize_(health.healthy)
         stopwatch.mark()
         run.log.say_excluded(health.excluded, run.progress.step)
         run.start_cycle(is_partial=True)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -108,6 +109,8 @@ class HDET(SearchCalls):
             writes no record.
         seed: Seed of the assignment of multipliers to replicas.
         lr_bounds: The lowest and the highest peak that the scout may choose for the first group.
+        scaler: The `GradScaler` of the loop. Its loss scale is restored with the weights, and kept
+            equal on all replicas. Save its state yourself.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -140,6 +143,7 @@ class HDET(SearchCalls):
         record: Record | None = None,
         seed: int = 0,
         lr_bounds: tuple[float, float] | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
             wrapped = BaseSchedule(base)
@@ -162,6 +166,7 @@ class HDET(SearchCalls):
                 probe=as_probe(probe),
                 design=design,
                 lr_bounds=lr_bounds,
+                scaler=scaler,
             )
             return wrapped, settings
 

@@ -90,7 +90,12 @@ class Run:
             self.optimizer: Optimizer = self.base.optimizer
             check_compatible(self.settings, self.base, replicas, model, warn=self._warn)
             self.weights = ReplicaWeights(
-                self.optimizer, model, replicas, self.settings.outer, self.settings.compress
+                self.optimizer,
+                model,
+                replicas,
+                self.settings.outer,
+                self.settings.compress,
+                self.settings.scaler,
             )
             self.bound_knobs = self._bind_knobs()
             recorder = open_recorder(record, is_first=is_first)

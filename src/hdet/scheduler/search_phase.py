@@ -330,6 +330,7 @@ class SearchPhase:
             run.progress.found_lr = peak_of(run, trial) * estimate.factor
             run.knob_bank.rescale(estimate.factor)
             run.clock.scouted(run.progress.step)
+            run.weights.loss_scale.equalize_(range(run.replicas.size))
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
 
