@@ -62,7 +62,8 @@ def save_checkpoint(
     parts = _optimizers(model, optimizer, scheduler)
     for one, parameters in parts.values():
         _settings(one, parameters)  # raises what cannot be saved before the replicas converge
-    scheduler.converge()
+    with scheduler._collective_call("`save_checkpoint()`"):
+        scheduler.converge()
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     # One text: torch loads a dictionary entry by entry, and only entries that exist already.
     state["hdet"] = json.dumps(scheduler.state_dict())

@@ -6,6 +6,7 @@ callers name no engine.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -82,6 +83,14 @@ class Replicas(Protocol):
             optimizer: The user's optimizer.
             steered: The entries of parameter groups that the caller writes for each replica. The
                 learning rate is always one of them.
+        """
+
+    def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Inside, what processes exchange belongs to one call, which all of them must make.
+
+        Args:
+            name: What messages call it.
+            step: The step of the run, which must be equal on all processes.
         """
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -283,6 +292,9 @@ class SingleLocalReplica:
 
     capabilities = Capabilities()
     parts, part = 1, 0
+
+    def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]

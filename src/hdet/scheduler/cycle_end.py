@@ -168,6 +168,7 @@ class CycleEnd:
             return ReplicaHealth((0,), {}, (0,)), 0
         health = self._check_health(report)
         run.log.say_excluded(health.excluded, run.progress.step)
+        run.weights.loss_scale.equalize_(health.healthy)
         # An excluded replica needs the mean now, and so does the end of the run.
         waits = waits or bool(health.excluded) or run.progress.is_over()
         if run.settings.overlap and not waits:
@@ -219,6 +220,7 @@ class CycleEnd:
         """Restore the best weights and lower the ceiling. Schedule and data continue."""
         run, monitor = self._run, good_point.monitor
         good_point.restore()
+        run.weights.loss_scale.equalize_(range(run.replicas.size))
         if run.settings.overlap:  # each replica kept its weights of before the average arrived
             run.average_now()
         if monitor.is_out_of_retries:

@@ -30,7 +30,8 @@ class CyclePhase:
         self._note_step(left)
         is_end = left == 0 or self._must_sync()
         if is_end:
-            self._end.close(trained_with)
+            with run.collective_call("the end of a cycle"):
+                self._end.close(trained_with)
         run.rates.write(everything=is_end)
 
     def _advance_schedule(self, num_steps: int) -> None:
@@ -45,10 +46,12 @@ class CyclePhase:
         if run.settings.outer is not None:
             averager.note_step()
         progress.replicas_differ = progress.replicas_differ or run.can_diverge()
-        if progress.step == progress.average_due_at:
-            averager.finish_average_()
-        elif progress.step == progress.forward_due_at:
-            averager.forward_partial_means_()
+        if progress.step in (progress.average_due_at, progress.forward_due_at):
+            with run.collective_call("the average of `overlap`"):
+                if progress.step == progress.average_due_at:
+                    averager.finish_average_()
+                else:
+                    averager.forward_partial_means_()
         if left < run.tail_steps and run.knob_bank.is_spread():
             run.weights.tail.add()
 

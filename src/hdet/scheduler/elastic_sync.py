@@ -88,6 +88,7 @@ class ElasticSync:
         num_bytes = run.weights.averager.average_(health.healthy, WEIGHTS, report.agreed)
         if lost:
             num_bytes += run.weights.reseed_state_(health.healthy[0], lost)
+        run.weights.loss_scale.equalize_(health.healthy)
         stopwatch.mark()
         event = ConvergeEvent(
             step=run.progress.step,

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hdet._messages import Warn
@@ -13,10 +14,7 @@ from hdet.control.controller import Controller
 from hdet.control.guard import Guard
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.lr_search.scout import Scout
-from hdet.records.events import (
-    NoteEvent,
-    ResumeEvent,
-)
+from hdet.records.events import NoteEvent, ResumeEvent
 from hdet.records.sinks import Record
 from hdet.replicas.factory import default_replicas
 from hdet.replicas.protocol import Replicas
@@ -121,6 +119,8 @@ class HDET(SearchCalls):
             writes no record.
         seed: Seed of the assignment of multipliers to replicas.
         lr_bounds: The lowest and the highest peak that the scout may choose for the first group.
+        scaler: The `GradScaler` of the loop. Its loss scale is restored with the weights, and kept
+            equal on all replicas. Save its state yourself.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -155,6 +155,7 @@ class HDET(SearchCalls):
         record: Record | None = None,
         seed: int = 0,
         lr_bounds: tuple[float, float] | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
             wrapped = wrap_schedules(base, schedule, steps_per_epoch, total_steps, warn)
@@ -177,6 +178,7 @@ class HDET(SearchCalls):
                 probe=as_probe(probe),
                 design=design,
                 lr_bounds=lr_bounds,
+                scaler=scaler,
             )
             return wrapped, settings
 
@@ -305,8 +307,9 @@ class HDET(SearchCalls):
             ValueError: If the state belongs to another schedule or to other knobs.
         """
         saved = self.check_state_dict(state_dict)
-        self._run.load_progress(saved)
-        self._phases.resume(saved)
+        with self._run.collective_call("`load_state_dict()`"):
+            self._run.load_progress(saved)
+            self._phases.resume(saved)
         self._run.rates.write(everything=True)
         self._run.log.write(ResumeEvent(step=self._run.progress.step))
 
@@ -319,9 +322,12 @@ class HDET(SearchCalls):
         replicas: Replicas | None,
         record: Record | None,
     ) -> None:
-        run = self._run = Run(
-            prepare, model, replicas or default_replicas(), record, self._taken_over
-        )
+        replicas = replicas or default_replicas()
+        with replicas.collective_call("the construction of the scheduler", 0):
+            self._start(Run(prepare, model, replicas, record, self._taken_over))
+
+    def _start(self, run: Run) -> None:
+        self._run = run
         self.optimizer: Optimizer = run.optimizer
         self._visiting = False
         self._phases = Phases(run)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -90,6 +91,8 @@ class OneCycleHDET(HDET):
             keeps it and explores on, and `"raise"` raises an error.
         record: The folder for the file `record.jsonl`. None writes no record.
         seed: Seed of the assignment of multipliers to replicas.
+        scaler: The `GradScaler` of the loop. Its loss scale is restored with the weights, and kept
+            equal on all replicas. Save its state yourself.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -135,6 +138,7 @@ class OneCycleHDET(HDET):
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
         record: Record | None = None,
         seed: int = 0,
+        scaler: GradScaler | None = None,
     ) -> None:
         def prepare(_: Replicas, __: Warn) -> tuple[BaseSchedule, Settings]:
             check_flag("auto_lr", auto_lr)
@@ -166,6 +170,7 @@ class OneCycleHDET(HDET):
                 probe=as_probe(probe),
                 scout=scout,
                 guard=guard,
+                scaler=scaler,
             )
             return base, settings
 

@@ -1,6 +1,7 @@
 """What a scheduler shows of its run: learning rates, knobs, sensitivities and times."""
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -66,6 +67,10 @@ class RunReadings(LRScheduler):
             is the value where the schedule is 1.
         """
         return self._run.knob_bank.scales()
+
+    def _collective_call(self, name: str) -> AbstractContextManager[None]:
+        """Inside, what replicas exchange belongs to a call of hdet's outside of the scheduler."""
+        return self._run.collective_call(name)
 
     @property
     def outer(self) -> Optimizer | None:

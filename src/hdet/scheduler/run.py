@@ -6,7 +6,7 @@ rates, and weights -> averager -> replicas. Nothing flows back: group["lr"] is w
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -93,7 +93,12 @@ class Run:
             check_alone(self.optimizer)
             check_compatible(self.settings, self.base, replicas, model, warn=self._warn)
             self.weights = ReplicaWeights(
-                self.optimizer, model, replicas, self.settings.outer, self.settings.compress
+                self.optimizer,
+                model,
+                replicas,
+                self.settings.outer,
+                self.settings.compress,
+                self.settings.scaler,
             )
             self.bound_knobs = self._bind_knobs()
             recorder = open_recorder(record, is_first=is_first)
@@ -174,6 +179,10 @@ class Run:
             "groups": self.weights.checks.describe_groups(self.bound_knobs.settings()),
             "base": self.base.state_dict(),
         }
+
+    def collective_call(self, name: str) -> AbstractContextManager[None]:
+        """Inside, what replicas exchange belongs to one call, which all processes must make."""
+        return self.replicas.collective_call(name, self.progress.step)
 
     # Progress -------------------------------------------------------------------------------
 

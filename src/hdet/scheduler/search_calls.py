@@ -35,8 +35,9 @@ class SearchCalls(RunReadings):
         self._refuse_while_visiting("scout_again()")
         asked = scout or self._run.settings.scout or Scout()
         model, left = self._phases.search.check_can_search(asked)
-        self._consensus.make()
-        self._phases.search.again(asked, model, left)
+        with self._run.collective_call("`scout_again()`"):
+            self._consensus.make()
+            self._phases.search.again(asked, model, left)
         self._run.rates.write(everything=True)
 
     def hold_out(self, loss_of: Callable[..., Tensor], /, *batch: Any, **named: Any) -> None:

@@ -38,6 +38,8 @@ class Snapshot(NamedTuple):
     """Device -> state of its random number generator; replicas share them."""
     outer: dict[Any, Any] | None = None
     """The state of the outer optimizer."""
+    loss_scale: Mapping[str, Any] | None = None
+    """The state of the user's GradScaler."""
 
     @property
     def model(self) -> ModelCopy:
