@@ -55,14 +55,21 @@ class EqualStep:
         for optimizer, row in zip(others, self._rows[1:], strict=True):
             for mine, theirs in zip(first.param_groups, optimizer.param_groups, strict=True):
                 theirs.update({k: copy.deepcopy(v) for k, v in mine.items() if k != "params"})
-            for own, other in zip(self._rows[0], row, strict=True):
-                if own in first.state:
-                    optimizer.state[other] = first.state[own]
+            others_of = dict(zip(self._rows[0], row, strict=True))
+            for key, value in first.state.items():
+                if key in others_of:
+                    optimizer.state[others_of[key]] = value
+                else:  # the state of all parameters together is not shared
+                    optimizer.state[key] = copy.deepcopy(value)
             vars(optimizer).update(kept)
 
     def note_step(self, *, equal: bool) -> None:
         """Note the versions of the weights after a step, of equal replicas or of others."""
         self._versions, self._are_equal = self._read_versions(), equal
+
+    def forget(self) -> None:
+        """Compare weights and states again before the next step of all."""
+        self._versions = None
 
     def _read_versions(self) -> list[int]:
         return [weight._version for row in self._rows for weight in row]

@@ -65,7 +65,7 @@ class StackedOptimizer(EngineOptimizer):
             unshare_state(self.each)
             for optimizer in self.each:
                 optimizer.step()
-            self._equal.note_step(equal=False)
+            self._equal.forget()
         elif self._can_step_together():
             self._check_sharing()
             if self._shared is None:
@@ -156,13 +156,11 @@ class StackedOptimizer(EngineOptimizer):
         What the optimizer itself writes stays, unless the loop sets it anew.
         """
         kept = {"params", *self.steered}
-        for index, (mine, progress) in enumerate(
-            zip(self.param_groups, self._progress, strict=True)
-        ):
+        for index, (mine, own) in enumerate(zip(self.param_groups, self._progress, strict=True)):
             given = {
                 key: value
                 for key, value in mine.items()
-                if key not in kept and not (key in progress and progress[key] is value)
+                if key not in kept and not (key in own and own[key] is value)
             }
             for optimizer in self.each:
                 optimizer.param_groups[index].update(given)
