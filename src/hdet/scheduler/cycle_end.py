@@ -5,6 +5,7 @@ controller moves the knobs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NoReturn
@@ -34,7 +35,7 @@ class CycleEnd:
     def __init__(self, run: Run, search_phase: SearchPhase) -> None:
         self._run, self._search_phase = run, search_phase
 
-    def close(self, trained_with: list[float]) -> None:
+    def close(self, trained_with: Sequence[float]) -> None:
         """End a cycle, whose last step had these base learning rates."""
         run = self._run
         run.weights.averager.finish_average_()  # where the cycle is shorter than `overlap`
@@ -111,7 +112,11 @@ class CycleEnd:
         return False
 
     def _move_knobs(
-        self, report: CycleReport, health: ReplicaHealth, trained_with: list[float], num_bytes: int
+        self,
+        report: CycleReport,
+        health: ReplicaHealth,
+        trained_with: Sequence[float],
+        num_bytes: int,
     ) -> CycleEvent:
         """Let the controller move the knobs, and return the event of the cycle."""
         run = self._run

@@ -225,6 +225,7 @@ class Run:
         self.weights.start_cycle()
         self.log.start_cycle()
         self.progress.replicas_differ = self.weights.averager.has_pending_average
+        self.progress.has_trained, self.progress.quiet_until = False, 0
         self.progress.is_partial_cycle = is_partial
 
     def next_cycle(self) -> None:
@@ -241,6 +242,11 @@ class Run:
         if self.replicas.size == 1:
             return False
         return self.settings.gradients == "local" or self.knob_bank.is_spread()
+
+    def replicas_differ(self) -> bool:
+        """Whether the weights of replicas may differ now."""
+        progress = self.progress
+        return progress.replicas_differ or (progress.has_trained and self.can_diverge())
 
     # Comparing replicas -----------------------------------------------------------------------
 

@@ -20,14 +20,17 @@ class GradientWatch:
         self._first: dict[int, Tensor] = {}
         """Parameter (by its id) -> the norm of its gradient in the first step."""
 
-    @property
-    def has_started(self) -> bool:
-        """Whether the gradients of the first step are known."""
-        return bool(self._first)
+        self.is_due = True
+        """Whether the present gradients are to be kept: a cycle begins, and none are known."""
+
+    def start_cycle(self) -> None:
+        """Look for gradients in the next step, if none are known."""
+        self.is_due = not self._first
 
     def start(self) -> None:
-        """Keep the norms of the present gradients."""
+        """Keep the norms of the present gradients. A loop may have cleared them already."""
         self._first = self._norms()
+        self.is_due = False
 
     def vanished(self) -> float | Tensor:
         """The share of tensors whose gradient has vanished; 0 where that is not known.

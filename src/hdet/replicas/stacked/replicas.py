@@ -206,8 +206,8 @@ class StackedReplicas(LocalReplicas):
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned, got a "
                 f"{type(optimizer).__name__}. That optimizer steps all replicas."
             )
-        known = self._optimizer.steered if steered is None else set(steered)
-        self._optimizer.steered = {"lr", *known}
+        if steered is not None:
+            self._optimizer.steered = set(steered)
         return self._optimizer.each
 
     def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
