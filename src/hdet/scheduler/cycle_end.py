@@ -91,7 +91,9 @@ class CycleEnd:
         state = (TensorKind.OPTIMIZER_STATE,) if averages_state else ()
         several = run.replicas.size > 1
         compare = (*trainable, TensorKind.FROZEN, TensorKind.BUFFERS, *state) if several else ()
-        report = run.exchange(*compare, measures=several, scores=scores)
+        # Distances cost a pass over the weights, and only the record shows them.
+        measures = several and run.has_record
+        report = run.exchange(*compare, measures=measures, scores=scores)
         self._check_losses(report)
         self._check_scores(report)
         if run.good_point is not None and all(loss is None for loss in report.losses):

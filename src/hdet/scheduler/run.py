@@ -59,6 +59,7 @@ class Run:
         rates: The learning rates of the replicas.
         training_loss: The losses of this cycle.
         log: The record and the messages.
+        has_record: Whether a process writes a record, or a replica that joins may.
         good_point: The weights that the guard restores, and its monitor; None without a guard.
     """
 
@@ -95,11 +96,14 @@ class Run:
             self.bound_knobs = self._bind_knobs()
             recorder = open_recorder(record, is_first=is_first)
             self.log = RunLog(recorder, is_first=is_first, device=self.device())
-            mine = describe_replica(self.settings, self._schedule(), self.weights)
+            records = recorder is not None
+            mine = describe_replica(self.settings, self._schedule(), self.weights, records=records)
             self._write_first_values()
         except Exception as problem:
             report_failure(replicas, problem)
-        self.progress.replicas_differ = check_replicas_agree(replicas, mine)
+        agreement = check_replicas_agree(replicas, mine)
+        self.progress.replicas_differ = agreement.weights_differ
+        self.has_record = agreement.has_record or self.elastic is not None
         if self.progress.replicas_differ:
             self.weights.averager.note_different_start()
         if model is not None:

@@ -35,6 +35,11 @@ class Totals(NamedTuple):
     last_finite: Tensor
     last: Tensor
 
+    def plus(self, later: "Totals") -> "Totals":
+        """The totals of both; the last losses are the later ones."""
+        sums = [mine + more for mine, more in zip(self[:4], later[:4], strict=True)]
+        return Totals(*sums, later.last_finite, later.last)
+
 
 class TrainingLoss:
     """The losses that each replica of this process observed in the current cycle."""
@@ -115,22 +120,19 @@ class TrainingLoss:
         if not self._waiting:
             return self._totals
         losses = _exact(_rows(self._waiting))
-        zeros = torch.zeros_like(losses[0])
-        nothing = Totals(zeros, zeros, zeros, zeros, zeros + math.nan, zeros)
-        known = Totals(*(tensor.to(losses.device) for tensor in self._totals or nothing))
+        known, weight = self._totals, self._waiting_weight
         finite = losses.isfinite()
+        filled = torch.where(finite, losses, math.nan)
+        if known is not None:
+            known = Totals(*(tensor.to(losses.device) for tensor in known))
+            filled = torch.cat([known.last_finite[None], filled])
         # A loss that is not finite takes the value before it: the difference is 0.
-        filled = _fill_forward(torch.cat([known.last_finite[None], losses]))
-        squares = filled.diff(dim=0).nan_to_num(0.0).square_().sum(0)
-        num, weight = finite.sum(0), self._waiting_weight
-        return Totals(
-            known.sums + weight * torch.where(finite, filled[1:], 0.0).sum(0),
-            known.weights + weight * num,
-            known.num + num,
-            known.squared_differences + squares,
-            filled[-1],
-            losses[-1],
-        )
+        filled = _fill_forward(filled)
+        squares = (filled[1:] - filled[:-1]).nan_to_num_(0.0).square_().sum(0)
+        num = finite.sum(0)
+        sums = weight * torch.where(finite, filled[-len(losses) :], 0.0).sum(0)
+        added = Totals(sums, weight * num, num, squares, filled[-1], losses[-1])
+        return added if known is None else known.plus(added)
 
     def last(self) -> Tensor | None:
         """The last loss of each replica of this process; None without a loss in this cycle."""

@@ -21,11 +21,7 @@ class GradientWatch:
         """Parameter (by its id) -> the norm of its gradient in the first step."""
 
         self.is_due = True
-        """Whether the present gradients are to be kept: a cycle begins, and none are known."""
-
-    def start_cycle(self) -> None:
-        """Look for gradients in the next step, if none are known."""
-        self.is_due = not self._first
+        """Whether the next step is the first one."""
 
     def start(self) -> None:
         """Keep the norms of the present gradients. A loop may have cleared them already."""
@@ -37,7 +33,7 @@ class GradientWatch:
 
         A parameter without a gradient counts as known only if it has one now.
         """
-        now = self._norms()
+        now = self._norms() if self._first else {}
         known = [key for key in self._first if key in now]
         if not known:
             return 0.0

@@ -65,7 +65,6 @@ class ReplicaWeights:
     def start_cycle(self) -> None:
         """Start a new cycle; all replicas are equal, unless an average is pending."""
         self.tail.clear()
-        self.gradient_watch.start_cycle()
         self.averager.start_cycle()
 
     # Snapshots -----------------------------------------------------------------------------------
