@@ -82,7 +82,7 @@ class Replicas(Protocol):
         Args:
             optimizer: The user's optimizer.
             steered: The entries of parameter groups that the caller writes for each replica. The
-                learning rate is always one of them.
+                others follow the user's optimizer. None changes nothing.
         """
 
     def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:

@@ -57,6 +57,7 @@ class BaseSchedule:
         self.wants_metric = isinstance(schedule, ReduceLROnPlateau)
         """Whether the schedule steps once a cycle, with the mean loss over all replicas. Losses of
         single replicas would give them different schedules."""
+        self._cycles_momentum = param_groups.cycles_momentum(schedule)
         self._entries = param_groups.schedule_entries(self.optimizer)
         self._simulated: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
         """The inputs and the result of the last simulation."""
@@ -153,8 +154,13 @@ class BaseSchedule:
 
     def share_of(self, lrs: Sequence[float]) -> float:
         """Return learning rates in units of the peak, as a mean over the groups."""
-        shares = [lr / peak for lr, peak in zip(lrs, self.peaks, strict=True) if peak]
-        return sum(shares) / len(shares) if shares else 0.0
+        return sum(self.shares_of(lrs))
+
+    def shares_of(self, lrs: Sequence[float]) -> list[float]:
+        """Return what each group adds to the share of some learning rates."""
+        peaks = self.peaks
+        num = sum(peak != 0 for peak in peaks)
+        return [lr / peak / num if peak else 0.0 for lr, peak in zip(lrs, peaks, strict=True)]
 
     @property
     def step(self) -> int:
@@ -174,7 +180,7 @@ class BaseSchedule:
         Args:
             metric: The mean loss of the cycle, for a schedule that waits for a metric.
         """
-        fanned_out = param_groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
+        replaced = param_groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
         try:
             if metric is None:
                 self.schedule.step()
@@ -182,7 +188,7 @@ class BaseSchedule:
                 self.schedule.step(metric)  # type: ignore[arg-type]
             self._read()
         finally:
-            param_groups.restore_entries(self.optimizer, fanned_out)
+            param_groups.restore_entries(self.optimizer, replaced)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule as plain data."""
@@ -220,12 +226,13 @@ class BaseSchedule:
 
     def _read(self) -> None:
         """Read the learning rates and momenta that the schedule computed last."""
-        self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
-        if self.cycle is not None:
+        self.lrs = list(map(float, self.schedule.get_last_lr()))
+        if self.cycle is not None and min(self.lrs) <= 0:
             # A linear OneCycleLR extrapolates below zero one step after its last phase.
             pairs = zip(self.lrs, self.cycle.floors, strict=True)
             self.lrs = [lr if lr > 0 else floor for lr, floor in pairs]
-        self.momenta = param_groups.read_momenta(self.schedule)
+        if self._cycles_momentum:
+            self.momenta = param_groups.read_momenta(self.optimizer)
 
 
 def _owners(schedule: Any) -> list[Any]:

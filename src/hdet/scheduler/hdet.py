@@ -215,12 +215,12 @@ class HDET(SearchCalls):
                 rate of a parameter group.
             ReplicasLost: If no replica has finite weights, or if the guard is out of retries.
         """
-        self._refuse_while_visiting("step()")
+        if self._visiting:
+            self._refuse_while_visiting("step()")
         self._loop.check()
         if loss is not None:
             self._run.training_loss.add(loss, 1.0)
-        self._run.log.flush()
-        self._phases.current.step()
+        self._phases.step()
 
     def converge(self) -> None:
         """Average weights, buffers and optimizer states now, so that all replicas are one model.
@@ -285,7 +285,7 @@ class HDET(SearchCalls):
             not depend on the number of replicas.
         """
         run, trial = self._run, self._run.progress.trial
-        if run.progress.replicas_differ and not self._visiting:
+        if run.replicas_differ() and not self._visiting:
             run.log.warn(
                 "the state is saved in the middle of a cycle: the weights beside it are those of "
                 "one replica. Call `converge()` on all replicas before saving."

@@ -26,7 +26,7 @@ class RunReadings(LRScheduler):
 
     @last_epoch.setter
     def last_epoch(self, step: int) -> None:
-        self._run.progress.step = step
+        self._run.progress.step, self._run.progress.quiet_until = step, 0
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of this replica.

@@ -61,6 +61,7 @@ class Run:
         rates: The learning rates of the replicas.
         training_loss: The losses of this cycle.
         log: The record and the messages.
+        has_record: Whether a process writes a record, or a replica that joins may.
         good_point: The weights that the guard restores, and its monitor; None without a guard.
     """
 
@@ -103,11 +104,14 @@ class Run:
             self.bound_knobs = self._bind_knobs()
             recorder = open_recorder(record, is_first=is_first)
             self.log = RunLog(recorder, is_first=is_first, device=self.device())
-            mine = describe_replica(self.settings, self._schedule(), self.weights)
+            records = recorder is not None
+            mine = describe_replica(self.settings, self._schedule(), self.weights, records=records)
             self._write_first_values()
         except Exception as problem:
             report_failure(replicas, problem)
-        self.progress.replicas_differ = check_replicas_agree(replicas, mine)
+        agreement = check_replicas_agree(replicas, mine)
+        self.progress.replicas_differ = agreement.weights_differ
+        self.has_record = agreement.has_record or self.elastic is not None
         if self.progress.replicas_differ:
             self.weights.averager.note_different_start()
         if model is not None:
@@ -237,6 +241,7 @@ class Run:
         self.weights.start_cycle()
         self.log.start_cycle()
         self.progress.replicas_differ = self.weights.averager.has_pending_average
+        self.progress.has_trained, self.progress.quiet_until = False, 0
         self.progress.is_partial_cycle = is_partial
 
     def next_cycle(self) -> None:
@@ -253,6 +258,11 @@ class Run:
         if self.replicas.size == 1:
             return False
         return self.settings.gradients == "local" or self.knob_bank.is_spread()
+
+    def replicas_differ(self) -> bool:
+        """Whether the weights of replicas may differ now."""
+        progress = self.progress
+        return progress.replicas_differ or (progress.has_trained and self.can_diverge())
 
     # Comparing replicas -----------------------------------------------------------------------
 

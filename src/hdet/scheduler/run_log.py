@@ -24,6 +24,8 @@ class RunLog:
 
     def __init__(self, recorder: Recorder | None, *, is_first: bool, device: torch.device) -> None:
         self._recorder, self._is_first, self._device = recorder, is_first, device
+        self.is_recording = recorder is not None
+        """Whether this process writes a record."""
         self._trace = LRTrace()
         self._warned: set[str] = set()
         self._held: list[tuple[Event, Timers | None, bool]] | None = None

@@ -307,8 +307,9 @@ class StackedReplicas(LocalReplicas):
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned, got a "
                 f"{kinds_of(optimizer)}. That optimizer steps all replicas."
             )
-        for one in own:
-            one.steered = {"lr", *(one.steered if steered is None else steered)}
+        if steered is not None:
+            for one in own:
+                one.steered = set(steered)
         if not isinstance(optimizer, JoinedOptimizer):
             return own[0].each
         return [JoinedOptimizer(row) for row in zip(*(one.each for one in own), strict=True)]
