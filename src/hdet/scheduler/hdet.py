@@ -285,7 +285,8 @@ class HDET(SearchCalls):
             state_dict: The result of `state_dict()`, or that of the base schedule.
 
         Raises:
-            ValueError: If the state belongs to another schedule or to other knobs.
+            ValueError: If the state belongs to another schedule or to other knobs, or if a field
+                has the wrong type or range. Nothing is changed then.
         """
         saved = self.check_state_dict(state_dict)
         self._run.load_progress(saved)

@@ -1,6 +1,7 @@
 """What a scheduler shows of its run: learning rates, knobs, sensitivities and times."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -136,12 +137,15 @@ class RunReadings(LRScheduler):
             A copy in the form of hdet, also of the state of a plain base schedule.
 
         Raises:
-            ValueError: If the state belongs to another schedule or to other knobs.
+            ValueError: If the state belongs to another schedule or to other knobs, or if a field
+                has the wrong type or range.
         """
         run, saved = self._run, copy.deepcopy(state_dict)
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"`state_dict` must be a dict, got a {type(saved).__name__}.")
         check_groups(run.optimizer, len(run.base.lrs))
         if "hdet" not in saved:
             fresh = run.new_knob_bank().state_dict()
             saved = state.adopted(saved, run.settings, run.base, fresh)
-        state.check(saved, run.settings, run.base, [knob.name for knob in run.knob_bank.knobs])
+        state.check(saved, run.settings, run.base, [knob.info for knob in run.knob_bank.knobs])
         return saved
