@@ -1,5 +1,6 @@
 """load_checkpoint: verifies a checkpoint completely, then loads it into a run."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ def load_checkpoint(
         part.load(content.plain.get(part.name), own)
     if "random" in content.own:
         restore_random_state(content.own["random"])
+        scheduler.keep_random_state()
     return content.own.get("extra")
 
 
@@ -134,7 +136,13 @@ def _content(path: Path, manifest: Manifest, rank: int, size: int) -> Content:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch says of files that are not its own
+            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # odd bytes raise whatever they like
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DamagedCheckpoint(f"{file} cannot be read without running code: {reason}") from error
     return loaded
 
 

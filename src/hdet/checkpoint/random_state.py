@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def restore_random_state(state: Mapping[str, Any]) -> None:
     """Go on with the random numbers of a saved state. What is not used here is left out."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])

@@ -92,6 +92,11 @@ class RunReadings(LRScheduler):
         """
         return self._run.weights.unsaved()
 
+    def keep_random_state(self) -> None:
+        """Let a search that a checkpoint goes on with start with the random numbers of now."""
+        if self._run.progress.trial is not None:
+            self._run.progress.trial.keep_random_state()
+
     @property
     def is_scouting(self) -> bool:
         """Whether the scout runs: each replica tries learning rates of its own."""

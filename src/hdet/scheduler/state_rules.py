@@ -56,7 +56,7 @@ def number(*, least: float = -math.inf, above: float = -math.inf) -> Rule:
     """A finite number."""
 
     def rule(name: str, value: Any) -> None:
-        level(name, value)
+        evidence(name, value)
         if not (math.isfinite(value) and value >= least and value > above):
             bound = f" of at least {least:g}" if least > -math.inf else ""
             bound = f" above {above:g}" if above > -math.inf else bound
