@@ -170,3 +170,6 @@ def test_sound_states_of_a_search_are_taken() -> None:
         damaged = {**state, "search": {**state["search"], field: value}}
         with pytest.raises(ValueError, match=f"`search.{field}"):
             again.scheduler.load_state_dict(damaged)
+    late = {"late": {"scout": {"share": 2}, "total_steps": 60}}
+    with pytest.raises(ValueError, match="the options of a Scout"):
+        again.scheduler.load_state_dict({**state, "search": {**state["search"], **late}})

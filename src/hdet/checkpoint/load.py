@@ -93,6 +93,11 @@ def load_checkpoint(
     return content.own.get("extra")
 
 
+def extra_of(path: Path) -> Any:
+    """The `extra` of the first process, of a checkpoint that `latest_checkpoint` has verified."""
+    return _load(path / process_file(0))["extra"]
+
+
 def _read_content(path: Path, processes: Processes) -> Content:
     """Verify a checkpoint together, and read everything but tensors."""
     is_first_version = processes.together(lambda: first_version.is_at(path))
