@@ -139,7 +139,7 @@ class TinyRun:
         moments = {f"{p}/{key}": value for p, own in state.items() for key, value in own.items()}
         for _, tensor in sorted({**self.model.state_dict(), **moments}.items()):
             digest.update(torch.as_tensor(tensor).contiguous().numpy().tobytes())
-        generators = random.getstate(), np.random.get_state()[1].tobytes(), self._position
+        generators = random.getstate(), repr(np.random.get_state(legacy=False)), self._position
         digest.update(torch.get_rng_state().numpy().tobytes() + repr(generators).encode())
         return digest.hexdigest()
 
@@ -189,7 +189,8 @@ class _Strike:
         if point == "after a delay":
             threading.Timer(self.kill.delay, _die).start()
         elif point == "half-way through a file":
-            save.write_file = folders.write_file = self._write_half
+            for module in (save, folders):
+                setattr(module, "write_file", self._write_half)  # noqa: B010
         elif point == "in a tensor":
             self._patch(filesystem, "_write_item")
         elif point == "before fsync":

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_old_checkpoint_is_removed_only_after_the_new_one_is_there(
     there: list[list[str]] = []
     remove = shutil.rmtree
 
-    def watched(path: Path, **options: bool) -> None:
+    def watched(path: Path, **options: Any) -> None:
         there.append(names(tmp_path))
         remove(path, **options)
 

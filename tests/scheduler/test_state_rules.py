@@ -162,11 +162,7 @@ def test_sound_states_of_a_search_are_taken() -> None:
             again = started(cosine, **options)
             again.scheduler.load_state_dict(state)
             assert again.scheduler.last_epoch == run.scheduler.last_epoch
-    for field, value in {
-        "used": -1,
-        "points": [[0, "x", 1.0]],
-        "late": {"scout": {"a": 1}},
-    }.items():
+    for field, value in {"used": -1, "points": [[0, "x", 1.0]], "ways": [1.5]}.items():
         damaged = {**state, "search": {**state["search"], field: value}}
         with pytest.raises(ValueError, match=f"`search.{field}"):
             again.scheduler.load_state_dict(damaged)

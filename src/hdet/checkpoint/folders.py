@@ -103,7 +103,7 @@ def commit(
 ) -> str:
     """Make a complete save the newest checkpoint; return its name.
 
-    The rename is the moment from which on the checkpoint counts. Only then old ones are removed.
+    The checkpoint counts from the rename on. Only then the oldest ones are removed, but for `keep`.
     """
     folder = partial.parent
     known = [(path, found) for path, found in checkpoints(folder) if isinstance(found, Manifest)]
@@ -115,7 +115,7 @@ def commit(
     path = _free_name(folder, step)
     partial.rename(path)
     sync_folder(folder)
-    for old, _ in known[max(keep - 1, 0) :]:
+    for old, _ in known[keep - 1 :]:
         _remove(old)
     return path.name
 

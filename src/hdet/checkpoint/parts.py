@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Optimizer
 
-from hdet._messages import warn
+from hdet._messages import launched_first, warn
 from hdet._validation import check_integer, check_positive
 from hdet.checkpoint.optimizer_state import (
     check_same_kind,
@@ -81,8 +81,7 @@ class ModelPart(Part):
             )
         if unsaved := (own.keys() - saved.keys()) | (others.keys() - (plain or {}).keys()):
             raise ValueError(
-                f"`model` must be the one that was saved, but only the new one has "
-                f"{sorted(unsaved)}."
+                f"`model` must be the one that was saved, but that one lacks {sorted(unsaved)}."
             )
         for name, tensor in own.items():
             if tensor.shape != saved[name].size:
@@ -165,7 +164,7 @@ class ScalerPart(Part):
 
     def targets(self, plain: Any, saved: Saved) -> dict[str, Tensor]:
         if self._scaler is None:
-            if plain:
+            if plain and launched_first():
                 warn(
                     "the checkpoint has a loss scale, which is not loaded. Pass scaler= to "
                     "load_checkpoint."
@@ -236,10 +235,10 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _as_list(optimizer: Any) -> list[Optimizer]:
-    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if not optimizers or not all(hasattr(one, "param_groups") for one in optimizers):
         raise TypeError(f"`optimizer` must be an optimizer or a list of them, got {optimizer!r}.")
-    return optimizers
+    return list(optimizers)
 
 
 def _check_belong_together(

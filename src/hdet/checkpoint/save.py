@@ -86,7 +86,7 @@ def save_checkpoint(
     """
     processes = Processes()
 
-    def prepare() -> tuple[list[Part], int, int]:
+    def prepare() -> tuple[list[Part], int]:
         check_integer("keep", keep, at_least=1)
         number = scheduler.last_epoch if step is None else step
         check_integer("step", number, at_least=0)
@@ -94,9 +94,9 @@ def save_checkpoint(
         parts = parts_of(model, optimizer, scheduler, scaler)
         for part in parts:
             part.check()
-        return parts, number, keep
+        return parts, number
 
-    parts, number, _ = processes.alone(prepare)
+    parts, number = processes.alone(prepare)
     scheduler.converge()
     try:
         return _save(Path(folder), parts, number, keep, extra, processes)
@@ -136,13 +136,13 @@ def _write(
     names = write_tensors(partial, tensors) | {process_file(rank)}
     write_file(partial / process_file(rank), _as_bytes("extra", own))
     if rank == 0:
-        write_file(partial / COMMON_FILE, _as_bytes("scheduler", plain))
+        write_file(partial / COMMON_FILE, _as_bytes("state of model and scheduler", plain))
         names |= {INDEX, COMMON_FILE}
     return {name: entry_of(partial / name) for name in names}
 
 
 def _as_bytes(name: str, value: Any) -> bytes:
-    """The value as a file that loads without running code."""
+    """The value as a file that loads without running code; `name` is what it is called."""
     file = BytesIO()
     try:
         torch.save(value, file)
