@@ -25,6 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,7 @@ def main() -> None:
     if chosen.quick:
         chosen.kills, chosen.cuts, chosen.flips = 3, 20, 50
     torch.set_num_threads(1)
+    import_module("torch._dynamo")  # torch loads it at the first step: here once for all processes
     hdet.set_verbosity("WARNING")
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as made:
