@@ -140,10 +140,9 @@ def stacked_run() -> Names:
 def stacked_checkpoint() -> Names:
     """The same beside a checkpoint of it."""
     names = stacked_run()
-    names["scheduler"].converge()
-    parts = [names[name] for name in ("model", "optimizer", "scheduler")]
-    torch.save([part.state_dict() for part in parts], "checkpoint.pt")
-    return names
+    parts = {name: names[name] for name in ("model", "optimizer", "scheduler")}
+    hdet.save_checkpoint("checkpoints", **parts)
+    return {**names, "parts": parts}
 
 
 def ddp_script() -> Names:

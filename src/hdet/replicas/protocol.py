@@ -284,7 +284,13 @@ def records_calls(replicas: Replicas) -> TypeGuard[RecordingReplicas]:
 
 
 class EngineOptimizer(Optimizer):
-    """An optimizer that an engine made to step all replicas of a process at once."""
+    """An optimizer that an engine made to step all replicas of a process at once.
+
+    Attributes:
+        each: The optimizer of each replica.
+    """
+
+    each: list[Optimizer]
 
 
 class SingleLocalReplica:

@@ -36,8 +36,9 @@ class Consensus:
         if run.replicas.size == 1:
             self._phases.cycle_end.note_first_loss(run.exchange())
             run.start_cycle(is_partial=True)
-            return
-        self._average()
+        else:
+            self._average()
+        run.rates.write(everything=True)  # the next step counts with its learning rate
 
     def _average(self) -> None:
         run = self._run

@@ -304,7 +304,8 @@ class HDET(SearchCalls):
             state_dict: The result of `state_dict()`, or that of the base schedule.
 
         Raises:
-            ValueError: If the state belongs to another schedule or to other knobs.
+            ValueError: If the state belongs to another schedule or to other knobs, or if a field
+                has the wrong type or range. Nothing is changed then.
         """
         saved = self.check_state_dict(state_dict)
         with self._run.collective_call("`load_state_dict()`"):

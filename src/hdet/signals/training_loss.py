@@ -109,7 +109,7 @@ class TrainingLoss:
                 f"process, got shape {tuple(shape)}."
             )
         if not isinstance(loss, Tensor):
-            return loss
+            return float(loss)
         if not loss.is_cpu:
             return loss.detach().clone()
         if num == 1:
