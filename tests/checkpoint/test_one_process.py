@@ -38,16 +38,18 @@ class Loop:
         self.optimizers: list[Any] = [torch.optim.AdamW(share, lr=0.01) for share in shares]
         self.ensemble = hdet.StackedReplicas(self.model, replicas) if replicas > 1 else None
         if self.ensemble is not None:
-            self.optimizers = [self.ensemble.optimizer(self.optimizers[0])]
+            self.optimizers = [self.ensemble.optimizer(one) for one in self.optimizers]
+        make_base = base or (lambda one: OneCycleLR(one, 0.01, total_steps=40))
+        bases = [make_base(one) for one in self.optimizers]
         self.scheduler = hdet.HDET(
-            (base or (lambda one: OneCycleLR(one, 0.01, total_steps=40)))(self.optimizers[0]),
+            bases if optimizers > 1 else bases[0],
             model=self.model,
             replicas=self.ensemble,
             sync_every=5,
             total_steps=40,
             scout=None,
             spread=0.2 if replicas > 1 else 0.0,
-            guard=None if optimizers > 1 else hdet.Guard(),
+            guard=hdet.Guard(),
         )
 
     @property
@@ -92,6 +94,7 @@ MAKES: dict[str, Callable[[], Loop]] = {
     "one": Loop,
     "stacked": lambda: Loop(3),
     "two optimizers": lambda: Loop(optimizers=2),
+    "two optimizers, stacked": lambda: Loop(3, optimizers=2),
     "milestones": lambda: Loop(base=lambda one: MultiStepLR(one, [14, 16])),
 }
 

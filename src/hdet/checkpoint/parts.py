@@ -27,6 +27,7 @@ from hdet.checkpoint.optimizer_state import (
 from hdet.replicas.protocol import EngineOptimizer
 from hdet.scheduler.hdet import HDET
 from hdet.tensors.dtensor import WRAPPER_NAMES
+from hdet.tensors.joined_optimizer import members_of
 
 Saved = Mapping[str, TensorStorageMetadata]
 """Shape and type of each saved tensor of a part, by name."""
@@ -238,7 +239,7 @@ def _as_list(optimizer: Any) -> list[Optimizer]:
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if not optimizers or not all(hasattr(one, "param_groups") for one in optimizers):
         raise TypeError(f"`optimizer` must be an optimizer or a list of them, got {optimizer!r}.")
-    return list(optimizers)
+    return [member for one in optimizers for member in members_of(one)]
 
 
 def _check_belong_together(
