@@ -361,9 +361,9 @@ def test_epochs_give_the_length_and_a_function_gets_the_epoch() -> None:
     base = torch_schedules.CosineAnnealingLR(sgd(), EPOCHS)
     scheduler = hdet.HDET(base, steps_per_epoch=PER_EPOCH, **PLAIN)
     assert scheduler._run.settings.total_steps == EPOCHS * PER_EPOCH
-    one_cycle = torch_schedules.OneCycleLR(sgd(), LR, total_steps=EPOCHS)
-    with pytest.raises(ValueError, match=r"at most that of the base schedule \(40\), got 41"):
-        hdet.HDET(one_cycle, steps_per_epoch=PER_EPOCH, total_steps=41, **PLAIN)
+    one_cycle = torch_schedules.OneCycleLR(sgd(), LR, epochs=EPOCHS, steps_per_epoch=PER_EPOCH)
+    with pytest.raises(ValueError, match=r"None for OneCycleLR, .* \(40\) are counted in steps"):
+        hdet.HDET(one_cycle, steps_per_epoch=PER_EPOCH, **PLAIN)
     given = hdet.HDET(sgd(), schedule=by_epoch, steps_per_epoch=8, total_steps=20, **PLAIN)
     wanted = [0.3] * 8 + [0.2] * 8 + [0.1] * 4
     assert follow(given, 20) == [[lr] for lr in wanted]
@@ -487,6 +487,14 @@ LENGTHS: list[tuple[str, By, int | None]] = [
 @pytest.mark.parametrize(("make", "length"), [row[1:] for row in LENGTHS], ids=lambda _: "")
 def test_schedule_tells_the_length_that_it_is_made_for(make: By, length: int | None) -> None:
     assert length_of(make(sgd())) == length
+
+
+def test_chained_schedule_is_at_the_step_of_the_schedules_inside() -> None:
+    optimizer = sgd()
+    inner = [torch_schedules.ConstantLR(optimizer), torch_schedules.ExponentialLR(optimizer, 0.9)]
+    scheduler = hdet.HDET(torch_schedules.ChainedScheduler(inner), total_steps=STEPS, **PLAIN)
+    follow(scheduler, 7)
+    assert scheduler._run.base.step == 7
 
 
 def test_told_length_is_no_limit() -> None:

@@ -1,7 +1,7 @@
 """From what users give as a schedule to a torch schedule that advances once every step.
 
 Users give a torch schedule that is stepped by step or by epoch, or an optimizer with a function of
-the step, or an optimizer alone. `length_of_schedule` says how many steps a schedule is made for.
+the step, or an optimizer alone. `length_of` says how many steps a schedule is made for.
 """
 
 import math
@@ -226,6 +226,12 @@ class EpochSchedule(LRScheduler):
                 "`steps_per_epoch` must be None for ReduceLROnPlateau, which steps once a cycle, "
                 f"got {steps_per_epoch}. Pass sync_every={steps_per_epoch} instead."
             )
+        if hasattr(schedule, "total_steps"):
+            raise ValueError(
+                f"`steps_per_epoch` must be None for {type(schedule).__name__}, whose "
+                f"`total_steps` ({schedule.total_steps}) are counted in steps, got "
+                f"{steps_per_epoch}. Leave it out."
+            )
         # Without LRScheduler.__init__, which would write learning rates: the schedule inside has
         # done that.
         self.optimizer = schedule.optimizer
@@ -247,12 +253,6 @@ class EpochSchedule(LRScheduler):
     def max_lrs(self) -> list[Any] | None:
         """The highest learning rates, if the schedule knows them."""
         return getattr(self.by_epoch, "max_lrs", None)
-
-    @property
-    def total_steps(self) -> int | None:
-        """The last step, if the schedule ends."""
-        total = getattr(self.by_epoch, "total_steps", None)
-        return total * self.steps_per_epoch if isinstance(total, int) else None
 
     def step(self, epoch: int | None = None) -> None:
         """Count a step, and advance the schedule at the end of an epoch."""
