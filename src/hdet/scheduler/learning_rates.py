@@ -55,7 +55,7 @@ class LearningRates:
         self.highest = max(self.highest, self.share())
         if self._progress.trial is not None:
             self.local = [self.of(replica) for replica in self._replicas.local]
-        self._write_groups()
+        self._write_groups(everything=everything)
         if everything or self._bound_knobs.are_scheduled:
             self._bound_knobs.write(
                 self.other_knobs(), self._progress.step, self._base.momenta, everything=everything
@@ -65,7 +65,7 @@ class LearningRates:
         """The learning rates in units of those that the user gave, as a mean over the groups."""
         return self._base.share_of(self.centre)
 
-    def _write_groups(self) -> None:
+    def _write_groups(self, *, everything: bool) -> None:
         users = self._base.optimizer
         shown = self.local[0] if len(self.local) == 1 else self.centre
         rows = [(users, shown)]
@@ -77,7 +77,7 @@ class LearningRates:
         for optimizer, lrs in rows:
             param_groups.write_learning_rates(optimizer, lrs)
             param_groups.write_momenta(optimizer, self._base.momenta)
-        self.written.note(rows)
+        self.written.note(rows, everything=everything)
 
     def write_after_loading(self) -> None:
         """Write the learning rates again whenever the optimizer loads a state."""
