@@ -75,9 +75,12 @@ def train_and_save(arguments: argparse.Namespace) -> None:
             print(
                 f"epoch {epoch + 1:2d}  loss {loss.item():.3f}  accuracy {accuracy:.3f}", flush=True
             )
-    scheduler.converge()  # hdet: before saving; after the last step it has nothing to do
+    saved = hdet.save_checkpoint(  # hdet: on all processes; whole, or not there at all
+        Path(arguments.out) / "checkpoints", model=model, optimizer=optimizer, scheduler=scheduler
+    )
     if dist.get_rank() == 0:
-        save(arguments.out, network, optimizer, scheduler)
+        print(f"learning rate: {scheduler.get_knobs()['lr/group0']:.3g} times the given one")
+        print(f"record in {arguments.out}, checkpoint in {saved}")
 
 
 def probe_on(held_out: TensorDataset) -> Any:  # hdet: how replicas are compared
@@ -95,16 +98,6 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> float:
     accuracy = (model(x).argmax(1) == y).float().mean().item()
     model.train()
     return accuracy
-
-
-def save(
-    folder: str, network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: hdet.HDET
-) -> None:
-    parts: dict[str, Any] = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
-    states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save(states, Path(folder) / "checkpoint.pt")
-    print(f"learning rate: {scheduler.get_knobs()['lr/group0']:.3g} times the given one")
-    print(f"record and checkpoint in {folder}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main() -> None:
         record=chosen.out,
     )
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    last = [last_checkpoint(chosen.out)]
+    last = [hdet.latest_checkpoint(chosen.out)]
     dist.broadcast_object_list(last)  # a shared folder may look different on another host
     if last[0] is not None:
         hdet.load_checkpoint(last[0], **parts)  # all hosts load the same one
@@ -76,24 +76,13 @@ def main() -> None:
         optimizer.step()
         scheduler.step(loss)
         if scheduler.last_epoch % chosen.save_every == 0:
-            save(chosen.out, parts)
+            hdet.save_checkpoint(chosen.out, **parts)
             fail_once(scheduler.last_epoch)
     with torch.no_grad():
         accuracy = (network(test_x).argmax(1) == test_y).float().mean().item()
     total = sum(p.double().sum().item() for p in network.parameters())
     say(f"accuracy {accuracy:.3f}  sum of all weights {total!r}")
     dist.destroy_process_group()
-
-
-def save(out: Path, parts: dict[str, Any]) -> None:
-    step = parts["scheduler"].last_epoch
-    hdet.save_checkpoint(out / f"step_{step}", **parts)
-
-
-def last_checkpoint(out: Path) -> Path | None:
-    """The newest that is complete: torch writes `.metadata` last."""
-    done = [folder for folder in out.glob("step_*") if (folder / ".metadata").exists()]
-    return max(done, key=lambda folder: int(folder.name.split("_")[1]), default=None)
 
 
 def fail_once(step: int) -> None:

@@ -66,11 +66,12 @@ def main() -> None:
                 model.train()
             scheduler.note(accuracy=accuracy)  # hdet: for the report
             print(f"step {step + 1:4d}  loss {losses.mean().item():.3f}  accuracy {accuracy:.3f}")
-    scheduler.converge()  # hdet: before saving
-    states = [part.state_dict() for part in (model, optimizer, scheduler)]
-    torch.save(states, Path(arguments.out) / "checkpoint.pt")
+    saved = hdet.save_checkpoint(  # hdet: one model, whole or not there at all
+        Path(arguments.out) / "checkpoints", model=model, optimizer=optimizer, scheduler=scheduler
+    )
     print(f"learning rate: {scheduler.get_knobs()['lr/group0']:.3g} times the given one")
-    print(f"record and checkpoint in {arguments.out}; hdet report {arguments.out} draws it")
+    print(f"checkpoint in {saved}")
+    print(f"record in {arguments.out}; hdet report {arguments.out} draws it")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 class Cycle(NamedTuple):
@@ -55,7 +56,7 @@ def multiplier(replica: int, num_replicas: int, alpha: float) -> float:
 
 def run(
     model: nn.Module,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizers: Callable[[nn.Module], Optimizer | Sequence[Optimizer]],
     loss_of: Callable[[nn.Module, int, int], Tensor],
     permutation: Callable[[int, int], Sequence[int]],
     *,
@@ -72,30 +73,36 @@ def run(
     auto_lr: bool = True,
     shared: bool = True,
     outer: tuple[float, float] | None = None,
+    keeps_schedule: bool = False,
     on_step: Callable[[int, list[nn.Module]], Any] | None = None,
 ) -> Run:
     """Train the copies; `permutation(group, cycle)[replica]` is the index of a multiplier.
 
-    `outer` holds learning rate and momentum of the Nesterov steps on the change of each cycle.
+    A copy may have several optimizers. The groups are counted over all of them. `outer` holds
+    learning rate and momentum of the Nesterov steps on the change of each cycle. With
+    `keeps_schedule` the centres are factors on the schedule, which goes on to its end.
     """
     replicas = range(num_replicas)
     groups = range(len(peaks))
     models = [copy.deepcopy(model) for _ in replicas]
-    optimizers = [make_optimizer(m) for m in models]
+    made = [make_optimizers(m) for m in models]
+    optimizers = [[one] if isinstance(one, Optimizer) else one for one in made]
     rho = [[multiplier(r, num_replicas, alpha) for r in replicas] for _ in groups]
-    centre = [0.0] * len(peaks)
+    centre = [1.0] * len(peaks)
     velocity = [0.0] * len(peaks)
     gamma = [0.0] * len(peaks)
-    floors = [peak / 25.0 / 1e4 for peak in peaks]
+    floors = [0.0 if keeps_schedule else peak / 25.0 / 1e4 for peak in peaks]
     in_control = False
     loss_sums = [0.0] * num_replicas
     slow = [p.detach().clone() for p in model.parameters()]
     velocities = [torch.zeros_like(p) for p in slow]
     cycles: list[Cycle] = []
     for step in range(total_steps):
-        if not in_control:
-            centre = [one_cycle(step, total_steps, peak) for peak in peaks]
-        lrs = [[centre[g] * rho[g][r] for r in replicas] for g in groups]
+        base = [one_cycle(step, total_steps, peak) for peak in peaks]
+        if not keeps_schedule:  # the centres are the learning rates themselves
+            centre, base = centre if in_control else base, [1.0] * len(peaks)
+        used = [[centre[g] * rho[g][r] for r in replicas] for g in groups]
+        lrs = [[base[g] * factor for factor in used[g]] for g in groups]
         for r in replicas:
             models[r].zero_grad()
             loss = loss_of(models[r], step, r)
@@ -104,9 +111,11 @@ def run(
         if shared:
             share_gradients(models)
         for r in replicas:
+            entries = [entry for one in optimizers[r] for entry in one.param_groups]
             for g in groups:
-                optimizers[r].param_groups[g]["lr"] = lrs[g][r]
-            optimizers[r].step()
+                entries[g]["lr"] = lrs[g][r]
+            for one in optimizers[r]:
+                one.step()
         if on_step is not None:
             on_step(step, models)
         done = step + 1
@@ -124,8 +133,8 @@ def run(
             raw = [math.exp(score) for score in scores]
             weights = [value / sum(raw) for value in raw]
             for g in groups:
-                preferred = sum(w * lr for w, lr in zip(weights, lrs[g], strict=True))
-                delta = preferred - sum(lrs[g]) / num_replicas
+                preferred = sum(w * value for w, value in zip(weights, used[g], strict=True))
+                delta = preferred - sum(used[g]) / num_replicas
                 velocity[g] = beta * velocity[g] + (1 - beta) * delta
                 decayed = centre[g] * (1 - gamma[g])
                 centre[g] = decayed + lam * velocity[g]
@@ -135,7 +144,7 @@ def run(
         elif auto_lr and done >= warmup_steps:
             in_control = True
             num_syncs = math.ceil((total_steps - done) / sync_every)
-            for g in groups:
+            for g in () if keeps_schedule else groups:
                 centre[g] = one_cycle(done, total_steps, peaks[g])
                 if num_syncs:
                     gamma[g] = 1 - (floors[g] / centre[g]) ** (1 / num_syncs)

@@ -155,7 +155,7 @@ def _beliefs(
     bottom: int,
 ) -> list[str]:
     beliefs = {
-        "usual learning rates": (Belief(*scout.prior), PRIOR),
+        "usual learning rates": (Belief(scout.prior.mean, scout.prior.error), PRIOR),
         "gains": (belief_of_gains(scout.points, scout.start), GAINS),
         "divergence": (belief_of_divergence(scout.divergence), DANGER),
     }

@@ -105,9 +105,9 @@ def peak_of_rounds(model: Model, train: Tensor, held: Tensor) -> dict[str, Any]:
             optimizer.step()
             if step >= SWEEP_STEPS // 2:
                 tail.update_parameters(own)
-        gains = start - held_out_losses(tail.module, held, ROUND_CONTEXT)
-        score = float(start.mean() - gains.mean())
-        points.append(Observation(10**place, score, float(gains.std())))
+        gained = start - held_out_losses(tail.module, held, ROUND_CONTEXT)
+        score = float(start.mean() - gained.mean())
+        points.append(Observation(10**place, score, float(gained.std())))
     peak = gain_peak(points, float(start.mean()))
     gains = [round(float(start.mean()) - (point.score or math.nan), 4) for point in points]
     return {"gains": gains, "gain_peak_over_usual": None if peak is None else 10**peak.log_lr}

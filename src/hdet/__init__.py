@@ -16,7 +16,7 @@ from hdet._version import __version__
 
 if TYPE_CHECKING:
     from hdet._messages import set_verbosity
-    from hdet.checkpoint import load_checkpoint, save_checkpoint
+    from hdet.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
     from hdet.control.guard import Guard
     from hdet.control.paper import PaperController
     from hdet.control.replica_health import ReplicasLost
@@ -57,6 +57,7 @@ __all__ = [
     "eps",
     "gradient_clip",
     "label_smoothing",
+    "latest_checkpoint",
     "load_checkpoint",
     "lr",
     "momentum",
@@ -68,7 +69,7 @@ __all__ = [
 
 _MODULES = {
     "hdet._messages": ("set_verbosity",),
-    "hdet.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "hdet.checkpoint": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
     "hdet.control.paper": ("PaperController",),
     "hdet.control.replica_health": ("ReplicasLost",),
     "hdet.control.guard": ("Guard",),

@@ -46,12 +46,24 @@ def info(text: str) -> None:
     Args:
         text: What was decided, and why.
     """
+    _log(logging.INFO, text)
+
+
+def caution(text: str) -> None:
+    """Say in one line what keeps the run from going on.
+
+    Unlike `warn`, it needs no line of the user's and never raises.
+    """
+    _log(logging.WARNING, text)
+
+
+def _log(level: int, text: str) -> None:
     line = " ".join(text.split())
-    if LOGGER.disabled or LOGGER.manager.disable >= logging.INFO:
+    if LOGGER.disabled or LOGGER.manager.disable >= level:
         return
-    if LOGGER.isEnabledFor(logging.INFO) and LOGGER.hasHandlers():
-        LOGGER.info("%s", line)
-    elif LOGGER.level <= logging.INFO:  # a root logger at WARNING was not meant for hdet
+    if LOGGER.isEnabledFor(level) and LOGGER.hasHandlers():
+        LOGGER.log(level, "%s", line)
+    elif LOGGER.level <= level:  # a root logger at WARNING was not meant for hdet
         print(f"hdet: {line}", file=sys.stderr, flush=True)
 
 

@@ -26,7 +26,7 @@ from benchmarks.learning_rate import (
 )
 from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.result_file import RESULTS, flat, plain_json, read_result
-from benchmarks.systems import converge, hosts, overhead, scale, stacked, tensor_sets
+from benchmarks.systems import converge, hosts, overhead, saving, scale, stacked, tensor_sets
 from benchmarks.zoo import (
     zoo_curves,
     zoo_fit,
@@ -98,6 +98,7 @@ HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "knobs.fresh": of_knobs,
     "overhead": of_overhead,
     "rewind": lambda results: rewind.headline(results["tasks"]),
+    "saving": lambda results: saving.headline(results["kills"], results["cuts"], results["flips"]),
     "scale": lambda results: scale.answer(results["points"])["headline"],
     "scouts": lambda results: scouts.headline(results["scouts"]),
     "settle": of_settle,

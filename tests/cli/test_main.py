@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -150,16 +150,21 @@ def test_demo_refuses_bad_settings(
     assert not (tmp_path / "run").exists()
 
 
+def small_parts() -> dict[str, Any]:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    base = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    scheduler = hdet.HDET(base, model=model, preset="paper")
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
 def test_demo_refuses_to_resume_a_missing_or_other_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resume = ["demo", "--out", str(tmp_path), "--resume"]
     assert cli.main(resume) == 1
     assert "nothing to resume" in capsys.readouterr().err
-    (tmp_path / "checkpoint.pt").write_bytes(b"no checkpoint")
-    assert cli.main(resume) == 1
-    assert "cannot be read" in capsys.readouterr().err
-    torch.save([1, 2], tmp_path / "checkpoint.pt")
+    hdet.save_checkpoint(tmp_path / "checkpoints", **small_parts(), extra=[1, 2])
     assert cli.main(resume) == 1
     assert "is not a checkpoint of the demo" in capsys.readouterr().err
     (tmp_path / "file").touch()
@@ -230,7 +235,7 @@ def test_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
         os.killpg(shown.pid, signal.SIGINT)
     communicate(shown)  # ends when all processes have closed the pipe, replicas too
     assert shown.returncode == 130
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert hdet.latest_checkpoint(tmp_path / "checkpoints") is not None
 
 
 def read_until(stream: IO[str], words: str) -> str:
@@ -259,7 +264,7 @@ def test_demo_resumes_after_ctrl_c(engine: str, tmp_path: Path) -> None:
     assert not results.damaged
     assert 0 < results.last_step < 60
     assert (out / "report.html").exists()
-    torch.load(out / "checkpoint.pt", weights_only=True)
+    assert hdet.latest_checkpoint(out / "checkpoints") is not None
 
     text = run(*command, "--resume").stdout
     assert f"report      {out / 'report.html'}" in text

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import hdet
 from benchmarks.result_file import ROOT
 from benchmarks.systems.hosts import Hosts, environment
 from tests.processes import run_program
@@ -62,8 +63,11 @@ def weights(said: str) -> str:
 
 def at_the_end(out: Path) -> dict[str, Any]:
     """Return the last checkpoint of a run: weights, optimizer states and schedule."""
-    dcp_to_torch_save(out / f"step_{STEPS}", out / "all.pt")
-    return flatten_state_dict(torch.load(out / "all.pt", weights_only=False))[0]
+    path = hdet.latest_checkpoint(out)
+    assert path is not None and path.name == f"step-{STEPS:08d}"
+    dcp_to_torch_save(path, out / "all.pt")
+    state = torch.load(out / "all.pt", weights_only=False)
+    return flatten_state_dict({**state, **torch.load(path / "common.pt", weights_only=True)})[0]
 
 
 def test_two_hosts_end_with_the_state_of_one_host_and_send_no_gradients(

@@ -16,6 +16,7 @@ from hdet.replicas.protocol import (
     RecordingReplicas,
     Replicas,
 )
+from tools import trace_step
 
 SOURCE = Path(hdet.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -130,10 +131,11 @@ def test_both_schedulers_declare_shared_options_alike() -> None:
     """Names, order, types and defaults agree, apart from options that only HDET can leave open."""
     ours = inspect.signature(hdet.HDET).parameters
     drop_in = inspect.signature(hdet.OneCycleHDET).parameters
-    shared = [name for name in ours if name in drop_in and name != "total_steps"]
-    assert shared == [name for name in drop_in if name in ours and name != "total_steps"]
-    own = {"base", "preset", "controller", "design", "lr_bounds", "total_steps"}
-    assert set(ours) - set(shared) == own
+    of_one_cycle = {"total_steps", "steps_per_epoch"}  # OneCycleLR has them in another sense
+    shared = [name for name in ours if name in drop_in and name not in of_one_cycle]
+    assert shared == [name for name in drop_in if name in ours and name not in of_one_cycle]
+    own = {"base", "schedule", "preset", "controller", "design", "lr_bounds"}
+    assert set(ours) - set(shared) == own | of_one_cycle
     for name in shared:
         if name not in ("spread", "sync_every", "scout", "guard"):
             assert ours[name] == drop_in[name]
@@ -152,3 +154,8 @@ def describe(docstring: str) -> dict[str, str]:
     assert match is not None
     entries = re.split(r"^    (\w+): ", match.group(1), flags=re.MULTILINE)[1:]
     return dict(zip(entries[::2], entries[1::2], strict=True))
+
+
+def test_step_within_a_round_of_the_scout_crosses_at_most_fifteen_files() -> None:
+    hops = trace_step.steps(4, scout=hdet.Scout(steps=8))[2]
+    assert len(set(hops)) <= 15

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
@@ -50,6 +50,28 @@ def loop() -> Names:
     optimizer = torch.optim.AdamW(names["model"].parameters(), lr=1e-3)
     base = OneCycleLR(optimizer, max_lr=1e-3, total_steps=STEPS)
     return {**names, "optimizer": optimizer, "base": base}
+
+
+def two_optimizers() -> Names:
+    """A model before it has two optimizers. Without Muon another optimizer stands for it."""
+    names = model_and_data()
+    muon = getattr(torch.optim, "Muon", torch.optim.SGD)
+    probe = lambda model: F.cross_entropy(model(names["held_x"]), names["held_y"])  # noqa: E731
+    return {**names, "Muon": muon, "ExponentialLR": ExponentialLR, "probe": probe}
+
+
+def gan() -> Names:
+    """Two networks with their schedules."""
+    generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+    pair = [torch.optim.Adam(network.parameters(), lr=1e-3) for network in (generator, critic)]
+    return {
+        "nn": nn,
+        "hdet": hdet,
+        "generator": generator,
+        "critic": critic,
+        "schedules": [OneCycleLR(optimizer, 1e-3, total_steps=STEPS) for optimizer in pair],
+        "quality_of": lambda model: model["generator"](torch.ones(2, 4)).square().mean(1),
+    }
 
 
 def loop_run() -> Names:
@@ -118,10 +140,9 @@ def stacked_run() -> Names:
 def stacked_checkpoint() -> Names:
     """The same beside a checkpoint of it."""
     names = stacked_run()
-    names["scheduler"].converge()
-    parts = [names[name] for name in ("model", "optimizer", "scheduler")]
-    torch.save([part.state_dict() for part in parts], "checkpoint.pt")
-    return names
+    parts = {name: names[name] for name in ("model", "optimizer", "scheduler")}
+    hdet.save_checkpoint("checkpoints", **parts)
+    return {**names, "parts": parts}
 
 
 def ddp_script() -> Names:

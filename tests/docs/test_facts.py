@@ -25,15 +25,20 @@ LENGTHS = re.findall(
 )
 
 
-def scouts(num_replicas: int, total_steps: int, **options: Any) -> bool:
-    """Whether a run of this length starts with a scout."""
+def started(num_replicas: int, total_steps: int, **options: Any) -> hdet.HDET:
+    """A run of this length."""
     model = nn.Linear(2, 1)
     ensemble = hdet.StackedReplicas(model, num_replicas)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     base = OneCycleLR(optimizer, 0.1, total_steps=total_steps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return hdet.HDET(base, model=model, replicas=ensemble, **options).is_scouting
+        return hdet.HDET(base, model=model, replicas=ensemble, **options)
+
+
+def scouts(num_replicas: int, total_steps: int, **options: Any) -> bool:
+    """Whether a run of this length starts with a scout."""
+    return started(num_replicas, total_steps, **options).is_scouting
 
 
 def probe(model: Any) -> Any:
@@ -47,6 +52,33 @@ def test_scout_needs_the_run_length_that_the_page_gives(replicas: str, steps: st
     assert not scouts(num, least - 1, probe=probe)
     assert scouts(num, least)
     assert not scouts(num, least - 1)
+
+
+HELD_OUT_LENGTHS = re.findall(
+    r"^\| (\d+) \| (\d+) \| (\d+) \|$",
+    (DOCS / "tutorials/one-gpu.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", HELD_OUT_LENGTHS)
+def test_stacked_replicas_hold_out_batches_from_the_length_that_the_tutorial_gives(
+    row: tuple[str, str, str],
+) -> None:
+    """No probe is needed at any length: without held-out batches, training losses decide."""
+    num, least, held_out = map(int, row)
+
+    def compared_by(total_steps: int) -> str | None:
+        trial = started(num, total_steps)._run.progress.trial
+        return None if trial is None else trial.compared_by
+
+    assert [compared_by(least - 1), compared_by(least)] == [None, "losses"]
+    assert [compared_by(held_out - 1), compared_by(held_out)] == ["losses", "held out"]
+    assert int(dict(LENGTHS).get(str(num), least)) == least
+
+
+def test_tutorial_gives_the_lengths_of_the_usual_numbers_of_replicas() -> None:
+    assert [int(row[0]) for row in HELD_OUT_LENGTHS] == [1, 2, 4, 8, 16]
 
 
 def test_readme_gives_the_same_run_length() -> None:

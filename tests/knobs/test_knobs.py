@@ -182,11 +182,11 @@ def test_every_replica_trains_with_its_own_knob_values(
 
 def test_weight_decay_groups_are_shared_or_separate_and_zero_stays_zero() -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        a, b, c, _ = model.parameters()
+        a, b, c, d = model.parameters()
         groups = [
             {"params": [a], "name": "a", "weight_decay": 0.1},
             {"params": [b], "name": "b", "weight_decay": 0.01},
-            {"params": [c], "name": "c", "weight_decay": 0.0},
+            {"params": [c, d], "name": "c", "weight_decay": 0.0},
         ]
         return torch.optim.SGD(groups, lr=0.1)
 
@@ -710,6 +710,7 @@ def test_a_knob_with_the_name_of_a_group_is_refused(name: str) -> None:
 
 def test_a_second_scheduler_restores_the_settings_before_the_first() -> None:
     run = Run([hdet.weight_decay()])
+    del run.scheduler
     base = ConstantLR(run.optimizer, factor=1.0)
     hdet.HDET(base, model=run.model, replicas=run.ensemble, controller=None, preset="paper")
     run.optimizer.step()

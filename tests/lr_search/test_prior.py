@@ -14,7 +14,7 @@ from hdet.lr_search.constants import (
     SIZE_POWER,
     USUAL_SIZE,
 )
-from hdet.lr_search.prior import Prior, prior_of
+from hdet.lr_search.prior import Prior, prior_of, prior_of_members
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,27 @@ def test_prior_says_how_much_larger_a_model_is_than_those_whose_gains_are_known(
 
 def test_size_does_not_change_the_prior_of_sgd() -> None:
     assert prior_of("SGD", num_parameters=10**9) == prior_of("SGD")
+
+
+def test_prior_of_several_optimizers_is_their_mean_by_parameters() -> None:
+    found = prior_of_members([(Prior(0.0, 0.3), 300), (Prior(2.0, 0.4, 1.5), 100)])
+    assert found is not None
+    assert found.mean == pytest.approx(0.5)
+    variance = (3 * (0.3**2 + 0.5**2) + 0.4**2 + 1.5**2) / 4
+    assert found.error == pytest.approx(variance**0.5)
+    assert found.decades == 1.5
+
+
+def test_optimizers_that_agree_are_as_sure_together_as_each_alone() -> None:
+    found = prior_of_members([(Prior(1.0, 0.3), 10), (Prior(1.0, 0.3), 30)])
+    assert found is not None
+    assert found == pytest.approx((1.0, 0.3, 0.0))
+
+
+def test_prior_says_less_where_an_optimizer_is_unknown() -> None:
+    found = prior_of_members([(Prior(1.0, 0.3), 25), (None, 75)])
+    assert found is not None
+    assert found == pytest.approx((1.0, 0.6, 0.0))
+    assert prior_of_members([(None, 10), (None, 20)]) is None
+    # A single optimizer keeps its prior, also one whose parameters are all frozen.
+    assert prior_of_members([(Prior(1.0, 0.3), 0)]) == Prior(1.0, 0.3)

@@ -642,18 +642,18 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, apart)
     results["apart"] = everyone
-    hdet.save_checkpoint(folder, **names(first))
+    path = hdet.save_checkpoint(folder, **names(first))
     results["saved"] = [whole(p).detach().clone() for p in first[0].parameters()]
     results["moments"] = moments(first[1]), moments(first[2].outer)
     results["goes on"] = steps(rank, first, 13)
 
     again = hybrid()
-    hdet.load_checkpoint(folder, **names(again))
+    hdet.load_checkpoint(path, **names(again))
     results["resumed"] = steps(rank, again, 13)
 
     # On four replicas, none of them sharded; then on one that is sharded over all.
     four = run_on(DistributedDataParallel(net()), hdet.ProcessReplicas())
-    hdet.load_checkpoint(folder, **names(four))
+    hdet.load_checkpoint(path, **names(four))
     results["on four"] = [p.detach().clone() for p in four[0].parameters()]
     assert four[2].outer is not None
     results["moments on four"] = moments(four[1]), moments(four[2].outer)
@@ -668,8 +668,8 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
         preset="paper",
         gradients="local",
     )
-    hdet.save_checkpoint(f"{folder}/plain", model=four[0], optimizer=four[1], scheduler=plain)
-    hdet.load_checkpoint(f"{folder}/plain", **names(four))
+    run = {"model": four[0], "optimizer": four[1], "scheduler": plain}
+    hdet.load_checkpoint(hdet.save_checkpoint(f"{folder}/plain", **run), **names(four))
     results["nothing old"] = not four[2].outer.state
 
     bag = Bag(distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)]), rank)
@@ -743,8 +743,7 @@ def test_checkpoint_resumes_every_optimizer(kind: str, tmp_path: Path) -> None:
         pytest.skip("torch makes such steps on a device only")
     first, again = (one_replica(net().to(device), kind) for _ in range(2))
     few_steps(first)
-    hdet.save_checkpoint(tmp_path / "saved", **names(first))
-    hdet.load_checkpoint(tmp_path / "saved", **names(again))
+    hdet.load_checkpoint(hdet.save_checkpoint(tmp_path, **names(first)), **names(again))
     for run in (first, again):
         few_steps(run)
     for ours, want in zip(again[0].parameters(), first[0].parameters(), strict=True):
@@ -766,8 +765,7 @@ def few_steps(run: tuple[nn.Module, Any, hdet.HDET]) -> None:
 def test_checkpoint_names_do_not_depend_on_wrappers(makes: Any, tmp_path: Path) -> None:
     first, again = (one_replica(make(), "adamw") for make in makes)
     few_steps(first)
-    hdet.save_checkpoint(tmp_path / "saved", **names(first))
-    hdet.load_checkpoint(tmp_path / "saved", **names(again))
+    hdet.load_checkpoint(hdet.save_checkpoint(tmp_path, **names(first)), **names(again))
     for ours, want in zip(moments(again[1]), moments(first[1]), strict=True):
         assert ours.equal(want) and want.any()
 
@@ -775,7 +773,7 @@ def test_checkpoint_names_do_not_depend_on_wrappers(makes: Any, tmp_path: Path) 
 def test_checkpoint_that_does_not_fit_is_refused_without_changes(tmp_path: Path) -> None:
     first = one_replica(net(), "adamw")
     few_steps(first)
-    hdet.save_checkpoint(tmp_path / "saved", **names(first))
+    path = hdet.save_checkpoint(tmp_path, **names(first))
     model = net()
     before = [p.detach().clone() for p in model.parameters()]
     adamw = torch.optim.AdamW
@@ -792,14 +790,12 @@ def test_checkpoint_that_does_not_fit_is_refused_without_changes(tmp_path: Path)
     ]:
         scheduler = hdet.HDET(make(optimizer), model=model, sync_every=5, scout=None, guard=None)
         with pytest.raises(ValueError, match=why):
-            hdet.load_checkpoint(
-                tmp_path / "saved", model=model, optimizer=optimizer, scheduler=scheduler
-            )
+            hdet.load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
         assert all(p.equal(kept) for p, kept in zip(model.parameters(), before, strict=True))
         assert not optimizer.state
     shorter = one_replica(model[:2], "adamw")
     with pytest.raises(ValueError, match=r"it lacks \['2.bias', '2.weight'\]"):
-        hdet.load_checkpoint(tmp_path / "saved", **names(shorter))
+        hdet.load_checkpoint(path, **names(shorter))
 
 
 def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
@@ -807,22 +803,7 @@ def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None
     few_steps(run)
     run[1].state[run[0][0].weight]["history"] = [torch.ones(2)]  # type: ignore[index]
     with pytest.raises(TypeError, match="cannot save a AdamW"):
-        hdet.save_checkpoint(tmp_path / "saved", **names(run))
-
-
-def test_save_checkpoint_refuses_stacked_replicas() -> None:
-    ensemble = hdet.StackedReplicas(net(), 2)
-    model = ensemble.modules(None)[0]
-    optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scheduler = hdet.HDET(
-        OneCycleLR(optimizer, 0.1, total_steps=9),
-        model=model,
-        replicas=ensemble,
-        preset="paper",
-        sync_every=3,
-    )
-    with pytest.raises(TypeError, match="got stacked replicas"):
-        hdet.save_checkpoint("x", model=model, optimizer=optimizer, scheduler=scheduler)
+        hdet.save_checkpoint(tmp_path, **names(run))
 
 
 # Wires that cross, and moments that are odd -------------------------------------------------------
@@ -1004,10 +985,10 @@ def odd_moments(rank: int, folder: str) -> list[bool]:
             run = (model, optimizer, scheduler)
             steps(rank, run, early)
             if is_saved:
-                hdet.save_checkpoint(f"{folder}/{number}", **names(run))
+                path = hdet.save_checkpoint(f"{folder}/{number}", **names(run))
                 ends.append(steps(rank, run, 26))  # saving it has changed nothing
             else:
-                hdet.load_checkpoint(f"{folder}/{number}", **names(run))
+                hdet.load_checkpoint(path, **names(run))
             ends.append(steps(rank, run, 0 if is_saved else 26))
         same.append(all(a.equal(b) for a, b in zip(ends[0], ends[-1], strict=True)))
     return same

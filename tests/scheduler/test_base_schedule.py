@@ -132,7 +132,10 @@ def test_reduce_on_plateau_uses_the_mean_loss_of_all_replicas(processes: Process
 
 
 def test_hdet_rejects_a_base_that_is_no_lr_scheduler() -> None:
-    with pytest.raises(TypeError, match="`base` must be a plain torch LRScheduler, got 'cosine'"):
+    with pytest.raises(
+        TypeError,
+        match="`base` must be a plain torch LRScheduler or a torch optimizer, got 'cosine'",
+    ):
         hdet.HDET("cosine", preset="paper")  # type: ignore[arg-type]
 
 

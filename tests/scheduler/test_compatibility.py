@@ -175,7 +175,7 @@ def disagree(rank: int, what: str) -> None:
         ("settings", "replicas must be alike: `spread` is 0.1 on replica 0 and 0.2 on replica 2."),
         ("learning rates", "`learning_rates.group0` is 0.004"),
         ("controller", "`controller.temperature` is 0.1 on replica 0 and 0.2 on replica 2."),
-        ("schedule length", "`base.schedule.T_max` is 10 on replica 0 and 20 on replica 2."),
+        ("schedule length", "`total_steps` is 10 on replica 0 and 20 on replica 2."),
         ("end of the schedule", "min_lr"),
         ("weight decay", "`groups.0.weight_decay` is '0.0' on replica 0 and '0.1' on replica 2."),
         ("order", "`groups.0.params.0` is 'weight' on replica 0 and 'bias' on replica 2."),

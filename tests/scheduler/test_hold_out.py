@@ -447,6 +447,7 @@ def test_scoring_leaves_no_trace_of_what_a_loss_function_does() -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.filterwarnings("ignore:the scout saw hardly:UserWarning")
 def test_batches_are_scored_under_the_autocast_state_of_the_call() -> None:
     dtypes: list[torch.dtype] = []
 

@@ -248,7 +248,7 @@ def outside_ddp(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         hdet.HDET(one_cycle(optimizer))
-        hdet.HDET(one_cycle(small()[1]), model=model, gradients="local")
+        hdet.HDET(one_cycle(optimizer), model=model, gradients="local")
     model, optimizer = small()
     with warnings.catch_warnings(record=True) as also:
         warnings.simplefilter("always")

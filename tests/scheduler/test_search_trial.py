@@ -648,7 +648,7 @@ def test_bad_scout_settings_are_rejected() -> None:
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(net())
     with pytest.raises(ValueError, match="does not support SyncBatchNorm"):
         hdet.HDET(
-            OneCycleLR(optimizer, 0.1, total_steps=10),
+            OneCycleLR(torch.optim.SGD(synchronised.parameters()), 0.1, total_steps=10),
             model=synchronised,
             scout=SCOUT,
             preset="paper",

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+import hdet
+from hdet.checkpoint.load import extra_of
 from hdet.cli import demo_processes
 from hdet.cli.demo_acts import Act, DemoSettings, acts
 from hdet.cli.demo_data import TASKS
 from hdet.cli.demo_results import histories_of
-from hdet.cli.demo_runs import CHECKPOINT, train_all
+from hdet.cli.demo_runs import CHECKPOINTS, train_all
 from hdet.cli.progress import Display, display_for
 from hdet.records.history import History
 from hdet.report import build as report
@@ -31,7 +33,7 @@ class DemoResult(NamedTuple):
         runs: The runs that were made.
         stopped: Whether Ctrl-C stopped it.
         page: The report.
-        checkpoint: The checkpoint to resume from.
+        checkpoint: The folder of the checkpoints to resume from.
     """
 
     runs: list[tuple[Act, History]]
@@ -68,7 +70,7 @@ def run(
         if runs:
             searches_first = sorted(runs, key=lambda run: run[0].is_paper)
             report.write([folder / act.name for act, _ in searches_first], folder / PAGE)
-    return DemoResult(runs, stopped, folder / PAGE, folder / CHECKPOINT)
+    return DemoResult(runs, stopped, folder / PAGE, folder / CHECKPOINTS)
 
 
 def prepare(folder: Path, settings: DemoSettings, resume: bool) -> None:
@@ -81,14 +83,11 @@ def prepare(folder: Path, settings: DemoSettings, resume: bool) -> None:
 
 
 def _check_can_resume(folder: Path, settings: DemoSettings) -> None:
-    checkpoint = folder / CHECKPOINT
-    if not checkpoint.exists():
-        raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
-    try:
-        saved = torch.load(checkpoint, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{checkpoint} cannot be read: {error}") from None
-    if not isinstance(saved, dict) or not {"act", "step", "settings", "run"} <= saved.keys():
+    checkpoint = hdet.latest_checkpoint(folder / CHECKPOINTS)
+    if checkpoint is None:
+        raise FileNotFoundError(f"nothing to resume: no checkpoint in {folder / CHECKPOINTS}")
+    saved = extra_of(checkpoint)
+    if not isinstance(saved, dict) or not {"act", "step", "settings", "curve"} <= saved.keys():
         raise ValueError(f"{checkpoint} is not a checkpoint of the demo")
     for name, value in saved["settings"].items():
         if name not in ("engine", "replicas") and getattr(settings, name) != value:
@@ -104,7 +103,7 @@ def _check_can_resume(folder: Path, settings: DemoSettings) -> None:
 def _set_aside(folder: Path) -> None:
     """Move the files of an earlier demo into a folder of their own."""
     tasks = [f"{task.name}{end}" for task in TASKS for end in ("", "-too-low", "-too-high")]
-    names = ("paper", *tasks, CHECKPOINT, PAGE)
+    names = ("paper", *tasks, CHECKPOINTS, "checkpoint.pt", PAGE)
     left = [folder / name for name in names if (folder / name).exists()]
     if left:
         number = next(n for n in count(1) if not (folder / f"earlier-{n}").exists())

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from hdet.checkpoint.load import extra_of
 from hdet.cli.demo_acts import Act, DemoSettings, acts
 from hdet.cli.demo_data import Batches
 from hdet.cli.demo_sweep import sweep_of
 from hdet.cli.progress import ReplicaView, Status
 
 NUM_MILESTONES = 20
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINTS = "checkpoints"
 
 
 class LastEvents:
@@ -73,6 +74,7 @@ class DemoRun:
         self.optimizer: torch.optim.Optimizer = ensemble.optimizer(
             self.act.task.optimizer(self.model, self.act.lr)
         )
+        self._trained = self.model
         self.scheduler = self._scheduler(self.model, ensemble)
         self._losses: Callable[..., Tensor] = ensemble.losses
         self._modules = ensemble.modules(self.model)
@@ -81,6 +83,7 @@ class DemoRun:
         replicas = hdet.ProcessReplicas()
         self.model = self.act.task.network(0, device)
         wrapped = nn.parallel.DistributedDataParallel(self.model)
+        self._trained = wrapped
         self.optimizer = self.act.task.optimizer(wrapped, self.act.lr)
         self.scheduler = self._scheduler(wrapped, replicas)
         self.replica = replica = replicas.local[0]
@@ -189,18 +192,21 @@ class DemoRun:
             distances = [*distances_of(self._modules)]
         return [ReplicaView(*view) for view in zip(lrs, losses, distances, strict=True)]
 
-    def state(self) -> dict[str, Any]:
-        """Average the replicas; the state to save. All processes must call it together."""
-        self.scheduler.converge()
-        parts = (self.model, self.optimizer, self.scheduler)
-        return {"states": [part.state_dict() for part in parts], "curve": self._curve}
+    def save(self, folder: Path, place: Mapping[str, Any]) -> None:
+        """Save a checkpoint with the place of the demo. All processes must call it together."""
+        hdet.save_checkpoint(folder, **self._parts(), extra={**place, "curve": self._curve})
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        parts: tuple[Any, ...] = (self.model, self.optimizer, self.scheduler)
-        for part, state in zip(parts, saved["states"], strict=True):
-            part.load_state_dict(state)
-        self._curve = [(int(step), float(loss)) for step, loss in saved["curve"]]
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint. All processes must call it together."""
+        extra = hdet.load_checkpoint(path, **self._parts())
+        self._curve = [(int(step), float(loss)) for step, loss in extra["curve"]]
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self._trained,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
 
 
 @torch.no_grad()
@@ -226,25 +232,22 @@ def train_all(
     Returns:
         Whether they were stopped.
     """
-    saved: dict[str, Any] = {"act": 0, "step": 0, "run": None}
-    if resume:
-        saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
+    place: dict[str, Any] = {"act": 0, "step": 0}
+    path = hdet.latest_checkpoint(folder / CHECKPOINTS) if resume else None
+    if path is not None:
+        place = extra_of(path)
     about = {**asdict(settings), "engine": None, "replicas": None}
     everything = acts(settings)
     for number, act in enumerate(everything):
-        if number < saved["act"]:
+        if number < place["act"]:
             continue
         run, start = DemoRun(act, settings, folder, device), 0
-        if number == saved["act"] and saved["run"] is not None:
-            run.load(saved["run"])
-            start = saved["step"]
+        if number == place["act"] and path is not None:
+            run.load(path)
+            start = place["step"]
 
         def save(step: int, run: DemoRun = run, number: int = number) -> None:
-            place = {"act": number, "step": step, "settings": about, "run": run.state()}
-            if run.replica == 0:
-                partial = folder / f"{CHECKPOINT}.partial"
-                torch.save(place, partial)
-                partial.replace(folder / CHECKPOINT)  # atomic: a kill leaves the old or the new
+            run.save(folder / CHECKPOINTS, {"act": number, "step": step, "settings": about})
 
         def show_it(status: Status, *, milestone: bool, number: int = number) -> None:
             counted = status._replace(number=number + 1, runs=len(everything))

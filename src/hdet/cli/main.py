@@ -71,7 +71,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
             "net and a transformer, each from a learning rate that is 1000 times too low and from "
             "one that is 1000 times too high, beside the best of a sweep that was made beforehand. "
             "It takes about two minutes on two cores, downloads nothing, stacks its replicas on a "
-            "GPU if there is one, and leaves records, a checkpoint and an HTML report. Ctrl-C "
+            "GPU if there is one, and leaves records, checkpoints and an HTML report. Ctrl-C "
             "stops it after the cycle; the same command with --resume goes on."
         ),
     )
@@ -117,7 +117,7 @@ def _demo(chosen: argparse.Namespace) -> int:
     for line in (paper_line(result.runs), *WORDS):
         print(line)
     print(f"report      {result.page}")
-    print(f"checkpoint  {result.checkpoint}")
+    print(f"checkpoints {result.checkpoint}")
     if result.stopped:
         print("the same command with --resume goes on")
         return STOPPED

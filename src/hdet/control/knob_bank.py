@@ -109,13 +109,13 @@ class KnobBank:
         pairs = zip(self.base_lrs(base), self.factors_of_groups(replica, len(base)), strict=True)
         return [lr * factor for lr, factor in pairs]
 
-    def base_lrs(self, base: Sequence[float]) -> list[float]:
+    def base_lrs(self, base: Sequence[float]) -> Sequence[float]:
         """The base schedule's learning rates, or those held at the hand-over.
 
         Only explored groups are handed over; the others go on with their schedule.
         """
         if self.held is None:
-            return list(base)
+            return base
         handed = {group for knob in self.knobs for group in knob.info.groups}
         pairs = enumerate(zip(base, self.held, strict=True))
         return [held if group in handed else lr for group, (lr, held) in pairs]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hdet.control.knob_state import KnobInfo, KnobState
 from hdet.control.space import Space
 from hdet.knobs.dial import Dial
+from hdet.knobs.param_groups import Momenta
 
 Schedule = Callable[[int], float]
 """step -> the factor of a knob's start value at that step."""
@@ -28,7 +29,7 @@ class BindingContext(NamedTuple):
     names: Sequence[str]
     """The names of the parameter groups."""
     device: torch.device
-    momenta: Sequence[float] | None
+    momenta: Momenta | None
     """The momentum of each group, if the base schedule cycles it."""
 
 
@@ -63,11 +64,12 @@ class BoundKnob:
         """The centre of the spread at the start: the base of the first target."""
         return self.bases[0]
 
-    def base(self, target: int, step: int, momenta: Sequence[float] | None) -> float:
+    def base(self, target: int, step: int, momenta: Momenta | None) -> float:
         """The value of a target at a step without exploration."""
         base = self.bases[target]
         if momenta is not None and self.momentum_groups:
-            base = momenta[self.momentum_groups[target]]
+            scheduled_momentum = momenta[self.momentum_groups[target]]
+            base = base if scheduled_momentum is None else scheduled_momentum
         if self.schedule is None:
             return base
         factor: Any = self.schedule(step)
@@ -148,7 +150,7 @@ class BoundKnobs:
         self,
         states: Sequence[KnobState],
         step: int,
-        momenta: Sequence[float] | None,
+        momenta: Momenta | None,
         *,
         everything: bool,
     ) -> None:
@@ -173,7 +175,7 @@ class BoundKnobs:
         centre: float,
         each: Sequence[float],
         step: int,
-        momenta: Sequence[float] | None,
+        momenta: Momenta | None,
         *,
         check: bool,
     ) -> None:
@@ -189,7 +191,7 @@ class BoundKnobs:
 
     @contextmanager
     def at_centre(
-        self, states: Sequence[KnobState], step: int, momenta: Sequence[float] | None
+        self, states: Sequence[KnobState], step: int, momenta: Momenta | None
     ) -> Iterator[None]:
         """Inside, the model has the centre values of its knobs; afterwards replicas their own."""
         pairs = [

@@ -9,6 +9,7 @@ from torch import Tensor
 from hdet.knobs.binding import BindingContext, BoundKnob, is_at_edge
 from hdet.knobs.param_groups import Key, read_setting, use_tensor, write_setting
 from hdet.knobs.specs import KnobSpec, chosen_groups
+from hdet.tensors.joined_optimizer import kinds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class GroupKnob(KnobSpec):
             if _lacks(groups[index], key):
                 raise ValueError(
                     f"knob {self.name!r} needs an optimizer with {key[0]!r} in its groups, got "
-                    f"{type(context.optimizers[0]).__name__}."
+                    f"{kinds_of(context.optimizers[0])}."
                 )
         space = self.make_space()
         movable = [i for i in chosen if not is_at_edge(space, _start(context, i, key))]
@@ -69,7 +70,7 @@ class GroupKnob(KnobSpec):
             schedule=self.schedule,
             writes=frozenset((key, index) for index in indices),
             setting=key[0],
-            momentum_groups=indices if _scheduled_values(context, key) else (),
+            momentum_groups=indices if _is_scheduled(context, indices, key) else (),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -83,14 +84,20 @@ def _start(context: BindingContext, index: int, key: Key) -> float:
     A scheduled value comes from the schedule itself: stacked replicas have it in their groups only
     after the first step.
     """
-    if values := _scheduled_values(context, key):
-        return values[index]
+    if (value := _scheduled_value(context, index, key)) is not None:
+        return value
     return read_setting(context.optimizers[0].param_groups[index], key)
 
 
-def _scheduled_values(context: BindingContext, key: Key) -> Sequence[float] | None:
-    """The value of a setting in every group, if the base schedule cycles it."""
-    return context.momenta if key in (("momentum", None), ("betas", 0)) else None
+def _scheduled_value(context: BindingContext, index: int, key: Key) -> float | None:
+    """The value of a setting of a group, if the base schedule cycles it."""
+    if context.momenta is None or key not in (("momentum", None), ("betas", 0)):
+        return None
+    return context.momenta[index]
+
+
+def _is_scheduled(context: BindingContext, indices: Sequence[int], key: Key) -> bool:
+    return any(_scheduled_value(context, index, key) is not None for index in indices)
 
 
 def _find_key(name: str, group: Mapping[str, Any]) -> Key:

@@ -106,6 +106,16 @@ def steer_dropout(layers: Sequence[nn.Module]) -> dict[Dial, float]:
     return dials
 
 
+def restore_dropout(module: nn.Module) -> None:
+    """Give dropout layers the class of torch again, with the probability of their dial."""
+    classes = {steered: plain for plain, steered in DROPOUTS.items()}
+    for layer in module.modules():
+        if type(layer) in classes:
+            layer.p = float(layer.dial.centre)  # type: ignore
+            del layer.dial
+            layer.__class__ = classes[type(layer)]
+
+
 # Label smoothing -------------------------------------------------------------------------------
 
 

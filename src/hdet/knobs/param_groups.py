@@ -44,13 +44,17 @@ def use_plain_floats(base: LRScheduler) -> None:
         use_plain_floats(inner)
 
 
-SavedEntries = list[dict[str, Any]]
-"""For each group the entries that `undo_fan_out` has replaced."""
+Momenta = Sequence[float | None]
+"""The momentum of each group that a base schedule cycles; None for the other groups."""
+
+ReplacedEntries = list[tuple[Any, Any]]
+"""For each group the learning rate that `undo_fan_out` has replaced, and the entry "momentum" or
+"betas" if its momentum is a tensor."""
 
 
 def undo_fan_out(
-    optimizer: Optimizer, base_lrs: Sequence[float], momenta: Sequence[float] | None
-) -> SavedEntries:
+    optimizer: Optimizer, base_lrs: Sequence[float], momenta: Momenta | None
+) -> ReplacedEntries:
     """Write the base schedule's own learning rates and momenta, as floats, before its next step.
 
     Most torch schedules compute the next value from group["lr"]. Without this, the multiplier of a
@@ -66,28 +70,39 @@ def undo_fan_out(
     Returns:
         The replaced entries, for `restore_entries`.
     """
-    check_groups(optimizer, len(base_lrs))
-    saved = []
-    for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
-        kept = {"lr": group["lr"]}
-        betas, momentum = group.get("betas"), group.get("momentum")
-        # A schedule that cycles momenta would replace these tensors by numbers.
-        first = betas[0] if isinstance(betas, tuple) and betas else betas
-        if isinstance(first, Tensor):
-            kept["betas"] = betas
-        if isinstance(momentum, Tensor):
-            kept["momentum"] = momentum
-        group["lr"] = lr
-        saved.append(kept)
-    for group, value in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        _write_value(group, _momentum_key(group), value)
-    return saved
+    groups = optimizer.param_groups
+    if len(groups) != len(base_lrs):
+        check_groups(optimizer, len(base_lrs))
+    replaced: ReplacedEntries = []
+    for index, group in enumerate(groups):
+        entry, momentum = None, None if momenta is None else momenta[index]
+        # A knob or a loop has changed it, or a tensor has it.
+        if momentum is not None and _momentum(group) is not momentum:
+            entry = _replace_momentum(group, momentum)
+        replaced.append((group["lr"], entry))
+        group["lr"] = base_lrs[index]
+    return replaced
 
 
-def restore_entries(optimizer: Optimizer, saved: SavedEntries) -> None:
-    """Write the entries back that `undo_fan_out` has replaced."""
-    for group, kept in zip(optimizer.param_groups, saved, strict=True):
-        group.update(kept)
+def _replace_momentum(group: dict[str, Any], value: float) -> Any:
+    """Write a momentum as a number; return the entry that held it if it was a tensor."""
+    key = _momentum_key(group)
+    entry = group[key[0]] if isinstance(_momentum(group), Tensor) else None
+    _write_value(group, key, value)
+    return entry
+
+
+def restore_entries(optimizer: Optimizer, replaced: ReplacedEntries) -> None:
+    """Write the entries back that `undo_fan_out` has replaced.
+
+    The learning rate is the old one. A momentum that is a tensor takes the value of the schedule.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"], entry = replaced[index]
+        if entry is not None:
+            key, scheduled = _momentum_key(group), _momentum(group)
+            group[key[0]] = entry
+            write_setting(group, key, scheduled)
 
 
 def schedule_entries(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -104,12 +119,19 @@ def write_schedule_entries(optimizer: Optimizer, entries: Sequence[dict[str, Any
 
 def write_learning_rates(optimizer: Optimizer, lrs: Sequence[float]) -> None:
     """Write the learning rate of each group, into its tensor if it is one."""
-    check_groups(optimizer, len(lrs))
-    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+    groups = optimizer.param_groups
+    if len(groups) != len(lrs):
+        check_groups(optimizer, len(lrs))
+    for index, group in enumerate(groups):
+        if isinstance(old := group["lr"], Tensor):
+            old.fill_(lrs[index])
         else:
-            group["lr"] = lr
+            group["lr"] = lrs[index]
+
+
+def has_tensor_rates(optimizer: Optimizer) -> bool:
+    """Whether the learning rate of a group is a tensor, as for a compiled optimizer step."""
+    return any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
 
 
 Rows = Sequence[tuple[Optimizer, Sequence[float]]]
@@ -209,23 +231,22 @@ def _write_value(group: dict[str, Any], key: Key, value: Any) -> None:
     group[name] = value if place is None else (*whole[:place], value, *whole[place + 1 :])
 
 
-def read_momenta(base: LRScheduler) -> list[float] | None:
-    """The momentum of each group after a step of a schedule that cycles it; else None."""
-    if not _cycles_momentum(base):
-        return None
-    return [read_setting(group, _momentum_key(group)) for group in base.optimizer.param_groups]
+def read_momenta(optimizer: Optimizer) -> list[float | None]:
+    """The momentum of each group."""
+    return [float(_momentum(group)) for group in optimizer.param_groups]
 
 
-def _cycles_momentum(base: LRScheduler) -> bool:
+def cycles_momentum(base: LRScheduler) -> bool:
     """Whether a schedule, or one inside of it as in SequentialLR, cycles the momentum."""
     inner = getattr(base, "_schedulers", [])
-    return bool(getattr(base, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
+    return bool(getattr(base, "cycle_momentum", False)) or any(map(cycles_momentum, inner))
 
 
-def write_momenta(optimizer: Optimizer, momenta: Sequence[float] | None) -> None:
+def write_momenta(optimizer: Optimizer, momenta: Momenta | None) -> None:
     """Write the momentum of each group; None writes nothing."""
     for group, momentum in zip(optimizer.param_groups, momenta or [], strict=momenta is not None):
-        write_setting(group, _momentum_key(group), momentum)
+        if momentum is not None:
+            write_setting(group, _momentum_key(group), momentum)
 
 
 def check_groups(optimizer: Optimizer, num: int) -> None:
@@ -235,6 +256,10 @@ def check_groups(optimizer: Optimizer, num: int) -> None:
             f"`optimizer` must keep its {num} parameter groups, got {len(optimizer.param_groups)}. "
             "Add parameter groups before you create the scheduler."
         )
+
+
+def _momentum(group: dict[str, Any]) -> Any:
+    return group["betas"][0] if "betas" in group else group["momentum"]
 
 
 def _momentum_key(group: dict[str, Any]) -> Key:

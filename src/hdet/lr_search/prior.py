@@ -1,6 +1,7 @@
 """Prior: which learning rates are usual for an optimizer, before anything is tried."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hdet.lr_search.constants import (
@@ -77,6 +78,35 @@ def prior_of(*classes: str, momentum: float = 0.0, num_parameters: int = 0) -> P
         if name in MEAN_OF_CLASS:
             return _of_size(MEAN_OF_CLASS[name], num_parameters)
     return None
+
+
+def prior_of_members(members: Sequence[tuple[Prior | None, int]]) -> Prior | None:
+    """The prior of a factor on the learning rates of several optimizers.
+
+    Each optimizer counts by its share of the parameters, as far as it is known. Where they want
+    different factors, none fits all, and the error grows by the difference.
+
+    Args:
+        members: The prior of each optimizer for the common factor, and its number of parameters.
+
+    >>> adam, sgd = Prior(0.0, 0.3), Prior(1.0, 0.3)
+    >>> prior_of_members([(adam, 100)]) == adam, prior_of_members([(None, 100)])
+    (True, None)
+    >>> together = prior_of_members([(adam, 50), (sgd, 50)])
+    >>> together.mean, round(together.error, 3)
+    (0.5, 0.583)
+    """
+    if len(members) == 1:
+        return members[0][0]
+    known = [(prior, size) for prior, size in members if prior is not None and size]
+    total = sum(size for _, size in known)
+    if not total:
+        return None
+    mean = sum(size * prior.mean for prior, size in known) / total
+    squares = [size * (prior.error**2 + (prior.mean - mean) ** 2) for prior, size in known]
+    share = total / sum(size for _, size in members)
+    decades = max(prior.decades for prior, _ in known)
+    return Prior(mean, math.sqrt(sum(squares) / total / share), decades)
 
 
 def _of_size(mean: float, num_parameters: int) -> Prior:

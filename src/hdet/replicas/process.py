@@ -2,7 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet._messages import warn
 from hdet._validation import check_integer, check_names
+from hdet.replicas.collective_calls import CollectiveCalls
 from hdet.replicas.collectives import CollectiveReplicas
 from hdet.replicas.device_mesh import (
     GradientSwitch,
@@ -23,7 +26,15 @@ from hdet.replicas.device_mesh import (
     reaches,
     same_replica,
 )
+from hdet.replicas.process_groups import (
+    device_types,
+    equalise_group_counts,
+    gather_through,
+    new_group,
+    timeout_of,
+)
 from hdet.replicas.protocol import Capabilities, Rows
+from hdet.replicas.whereabouts import publish
 from hdet.tensors.dtensor import WRAPPER_NAMES, layout
 
 
@@ -88,23 +99,41 @@ class ProcessReplicas(CollectiveReplicas):
         # A group of our own: an average never races the collectives of the user's group.
         # torch 2.6 does not read None as the default group here.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        publish("in the construction of `ProcessReplicas`")
         if len(ranks) < dist.get_world_size() or len(own_ranks) > 1:
-            _equalise_group_counts(groups)
-        self._group = _new_group(ranks)
+            equalise_group_counts(groups)
+        timeout = timeout_of(None if self._by_mesh else process_group)
+        self._group = new_group(ranks, timeout)
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self.local = range(here, here + 1)
         self.parts, self.part = len(own_ranks), own_ranks.index(dist.get_rank())
-        self._replica_group = _new_group(own_ranks) if self.parts > 1 else None
+        self._replica_group = new_group(own_ranks, timeout) if self.parts > 1 else None
+        self._groups = [group for group in (self._replica_group, self._group) if group is not None]
         self._ranks, self._replica_ranks = frozenset(ranks), frozenset(own_ranks)
         self._keep_out = keep_out
         self._matched_patterns: set[str] = set()
         self._switch = GradientSwitch(self._ranks)
-        self._check_equal_arguments(bucket_bytes)
-        super().__init__(bucket_bytes, _device_types(self._group))
+        every_rank = self._check_equal_arguments(bucket_bytes)
+        super().__init__(bucket_bytes, device_types(self._group))
+        self._calls = CollectiveCalls(
+            self._groups,
+            torch.device(self._device_types[0]),
+            {rank: self._place_of(index) for index, rank in enumerate(every_rank)},
+        )
+
+    def _place_of(self, index: int) -> str:
+        """What messages call a process, given its place in the order of all processes."""
+        replica, part = divmod(index, self.parts)
+        return f"replica {replica}" if self.parts == 1 else f"replica {replica} (part {part})"
+
+    def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:
+        return self._calls.call(name, step)
 
     def begin_reduce(self, wire: Tensor, op: Any) -> Any:
-        return dist.all_reduce(wire, op=op, group=self._group, async_op=True)
+        return self._calls.start(
+            lambda: dist.all_reduce(wire, op=op, group=self._group, async_op=True)
+        )
 
     # Which parameters are replicated ---------------------------------------------------------
 
@@ -165,23 +194,19 @@ class ProcessReplicas(CollectiveReplicas):
     def _all_gather(self, rows: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
         sent = rows.to(self._wire_device(rows.device)).contiguous()
         received = [torch.empty_like(sent) for _ in range(size)]
-        dist.all_gather(received, sent, group=group)
+        self._calls.run(lambda: dist.all_gather(received, sent, group=group))
         return received
 
     def gather_objects(self, description: Any) -> list[Any]:
-        replica: list[Any] = [description]
-        if self._replica_group is not None:
-            replica = [None] * self.parts
-            dist.all_gather_object(replica, description, group=self._replica_group)
-        replicas: list[Any] = [None] * self.size
-        dist.all_gather_object(replicas, replica, group=self._group)
-        return [part for parts in replicas for part in parts]
+        return self._calls.run(lambda: gather_through(self._groups, description))
 
     def all_to_all(self, rows: Tensor) -> Callable[[], Tensor]:
         """Send row r to replica r. The result waits, and returns one row from each replica."""
         sent = rows.to(self._wire_device(rows.device))
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        work = self._calls.start(
+            lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        )
 
         def wait() -> Tensor:
             work.wait()
@@ -196,7 +221,7 @@ class ProcessReplicas(CollectiveReplicas):
             wire = bucket.load()
             if here != source and here not in targets:
                 wire = torch.empty_like(wire)  # every process takes part, only the targets write
-            dist.broadcast(wire, group_src=source, group=self._group)
+            self._calls.run(partial(dist.broadcast, wire, group_src=source, group=self._group))
             if here in targets:
                 bucket.store()
             num_bytes += wire.nbytes
@@ -234,15 +259,20 @@ class ProcessReplicas(CollectiveReplicas):
         elif hook is not None and module.find_unused_parameters:
             _FORWARD_HOOKS[module] = module.register_forward_pre_hook(_fill_gradients)
 
-    def _check_equal_arguments(self, bucket_bytes: Any) -> None:
-        """All processes must cut equal buckets. One that cannot start tells the others first."""
+    def _check_equal_arguments(self, bucket_bytes: Any) -> list[int]:
+        """All processes must cut equal buckets. One that cannot start tells the others first.
+
+        Returns:
+            The ranks of all processes, ordered by replica, then by part.
+        """
         problem = None
         try:
             check_integer("bucket_bytes", bucket_bytes, at_least=1024)
             check_names("keep_out", self._keep_out)
         except (TypeError, ValueError) as error:
             problem = error
-        gathered = self.gather_objects({"bucket_bytes": bucket_bytes, "keep_out": self._keep_out})
+        mine = {"bucket_bytes": bucket_bytes, "keep_out": self._keep_out, "rank": dist.get_rank()}
+        gathered = gather_through(self._groups, mine)
         if problem is not None:
             raise problem
         for name in ("bucket_bytes", "keep_out"):
@@ -251,6 +281,7 @@ class ProcessReplicas(CollectiveReplicas):
                 raise ValueError(
                     f"`{name}` must be the same on all replicas, got {values} in their order."
                 )
+        return [arguments["rank"] for arguments in gathered]
 
 
 _FORWARD_HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -291,37 +322,8 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError("`process_group` must contain this process, got a mesh without it.")
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    # For a part of the world only its members take part.
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), use_local_synchronization=len(ranks) < dist.get_world_size()
-    )
-    return made
-
-
-def _equalise_group_counts(groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """Bring all processes to the same number of groups, by groups of one process.
-
-    Torch names a group that its members make alone by the number of groups they are in. Where these
-    numbers differ, the members would wait for each other forever.
-    """
-    known = dist.distributed_c10d._world.pg_names
-    most = len(known)
-    for group in groups:
-        counts = [0] * dist.get_world_size(group)
-        dist.all_gather_object(counts, most, group=group)
-        most = max(counts)
-    while len(known) < most:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
 def _unwrapped(name: str) -> str:
     """A parameter's name without the prefixes of DDP, torch.compile and other wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES).removeprefix(
         "module."
     )
-
-
-def _device_types(group: dist.ProcessGroup) -> list[str]:
-    """Device types whose tensors the group can send, such as ["cuda"] for NCCL."""
-    return [entry.split(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]

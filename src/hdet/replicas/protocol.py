@@ -6,6 +6,7 @@ callers name no engine.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -81,7 +82,15 @@ class Replicas(Protocol):
         Args:
             optimizer: The user's optimizer.
             steered: The entries of parameter groups that the caller writes for each replica. The
-                learning rate is always one of them.
+                others follow the user's optimizer. None changes nothing.
+        """
+
+    def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Inside, what processes exchange belongs to one call, which all of them must make.
+
+        Args:
+            name: What messages call it.
+            step: The step of the run, which must be equal on all processes.
         """
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -249,6 +258,12 @@ class RecordingReplicas(Replicas, Protocol):
             max_parts: The largest number of parts to keep.
         """
 
+    def num_samples(self, loss_of: Callable[..., Tensor], batch: Any) -> int:
+        """The samples of a batch, (arguments, named arguments); 1 if its tensors disagree."""
+
+    def pieces(self, loss_of: Callable[..., Tensor], batch: Any, num: int) -> list[Any]:
+        """Split a batch, (arguments, named arguments), into pieces of nearly equal size."""
+
 
 def is_elastic(replicas: Replicas) -> TypeGuard[ElasticReplicas]:
     """Whether replicas join and leave during the run."""
@@ -269,7 +284,13 @@ def records_calls(replicas: Replicas) -> TypeGuard[RecordingReplicas]:
 
 
 class EngineOptimizer(Optimizer):
-    """An optimizer that an engine made to step all replicas of a process at once."""
+    """An optimizer that an engine made to step all replicas of a process at once.
+
+    Attributes:
+        each: The optimizer of each replica.
+    """
+
+    each: list[Optimizer]
 
 
 class SingleLocalReplica:
@@ -277,6 +298,9 @@ class SingleLocalReplica:
 
     capabilities = Capabilities()
     parts, part = 1, 0
+
+    def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def modules(self, model: nn.Module | None) -> Sequence[nn.Module | None]:
         return [model]

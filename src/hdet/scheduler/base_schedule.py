@@ -6,14 +6,16 @@ schedule, reads its learning rates, and restores the optimizer's entries.
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.knobs import param_groups
+from hdet.scheduler.given_schedule import EpochSchedule, FunctionSchedule, length_of, step_of
 from hdet.tensors.optimizers import unwrapped
 
 
@@ -31,15 +33,12 @@ class BaseSchedule:
         schedule: The schedule to wrap.
 
     Raises:
-        TypeError: If it is not a torch schedule, or one of hdet.
         ValueError: If it is a `ReduceLROnPlateau` that maximises.
     """
 
     def __init__(self, schedule: LRScheduler) -> None:
-        if not isinstance(schedule, LRScheduler) or hasattr(schedule, "consensus"):
-            raise TypeError(f"`base` must be a plain torch LRScheduler, got {schedule!r}.")
         self.schedule = schedule
-        self.optimizer = unwrapped(schedule.optimizer)
+        self.optimizer: Optimizer = unwrapped(schedule.optimizer)
         self.names = param_groups.group_names(self.optimizer)
         param_groups.use_plain_floats(schedule)
         self.cycle: OneCycleBounds | None = None
@@ -58,25 +57,42 @@ class BaseSchedule:
         self.wants_metric = isinstance(schedule, ReduceLROnPlateau)
         """Whether the schedule steps once a cycle, with the mean loss over all replicas. Losses of
         single replicas would give them different schedules."""
+        self._cycles_momentum = param_groups.cycles_momentum(schedule)
         self._entries = param_groups.schedule_entries(self.optimizer)
         self._simulated: tuple[tuple[Any, ...], ScheduleShares | None] | None = None
         """The inputs and the result of the last simulation."""
+        self.momenta: list[float | None] | None = None
+        """The momentum of each group that the schedule cycles; None if it cycles none."""
         self._read()
+        self._first_lrs = self.lrs
 
     @property
     def total_steps(self) -> int | None:
-        """The length of the schedule. None if it has no end."""
+        """The last step that the schedule allows. None if it has no end."""
         total = getattr(self.schedule, "total_steps", None)
         return total if isinstance(total, int) else None
 
     @property
+    def length(self) -> int | None:
+        """The steps that the schedule is made for. None if it does not tell."""
+        return length_of(self.schedule)
+
+    @property
+    def kind(self) -> str:
+        """What the schedule is. A state loads into a schedule of the same kind."""
+        schedule = self.schedule
+        return schedule.kind if isinstance(schedule, EpochSchedule) else type(schedule).__name__
+
+    @property
     def peaks(self) -> list[float]:
         """The highest learning rate of each group: the one that the user gave."""
-        highest = getattr(self.schedule, "max_lrs", None)  # CyclicLR has it
+        highest = getattr(self.schedule, "max_lrs", None)  # as in CyclicLR
         if highest is not None:
             return [float(lr) for lr in highest]
-        entries = self.optimizer.param_groups
-        return [float(one.get("max_lr", one.get("initial_lr", one["lr"]))) for one in entries]
+        pairs = zip(self.optimizer.param_groups, self._first_lrs, strict=True)
+        # An optimizer from a checkpoint may have more than its initial learning rate, and a
+        # schedule that multiplies the last value goes on from there.
+        return [max(float(g.get("max_lr", g.get("initial_lr", lr))), lr) for g, lr in pairs]
 
     def shares(self, total_steps: int | None) -> ScheduleShares | None:
         """Return the mean and the highest value of the rest of the schedule.
@@ -104,7 +120,7 @@ class BaseSchedule:
             The mean and the highest share; None if the schedule cannot be copied.
         """
         copied = self._stand_in()
-        memo: dict[int, Any] = {id(owner): owner for owner in self._owners()}
+        memo: dict[int, Any] = {id(owner): owner for owner in _owners(self.schedule)}
         memo |= {id(self.optimizer): copied, id(self.schedule.optimizer): copied}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns because the stand-in makes no step
@@ -119,11 +135,6 @@ class BaseSchedule:
         pairs = zip(self.optimizer.param_groups, self.lrs, strict=True)
         groups = [{**g, "lr": lr, "initial_lr": g.get("initial_lr", lr)} for g, lr in pairs]
         return SimpleNamespace(param_groups=groups, step=lambda: None, _opt_called=True)
-
-    def _owners(self) -> list[Any]:
-        """Return the objects whose methods the schedule calls. They must not be copied."""
-        functions = getattr(self.schedule, "lr_lambdas", [])
-        return [function.__self__ for function in functions if hasattr(function, "__self__")]
 
     def _walk(self, schedule: Any, groups: list[Any], num_steps: int) -> ScheduleShares | None:
         """Step a copied schedule and measure the learning rates it writes."""
@@ -143,13 +154,25 @@ class BaseSchedule:
 
     def share_of(self, lrs: Sequence[float]) -> float:
         """Return learning rates in units of the peak, as a mean over the groups."""
-        shares = [lr / peak for lr, peak in zip(lrs, self.peaks, strict=True) if peak]
-        return sum(shares) / len(shares) if shares else 0.0
+        return sum(self.shares_of(lrs))
+
+    def shares_of(self, lrs: Sequence[float]) -> list[float]:
+        """Return what each group adds to the share of some learning rates."""
+        peaks = self.peaks
+        num = sum(peak != 0 for peak in peaks)
+        return [lr / peak / num if peak else 0.0 for lr, peak in zip(lrs, peaks, strict=True)]
 
     @property
     def step(self) -> int:
         """The step of the schedule."""
-        return 0 if self.wants_metric else max(getattr(self.schedule, "last_epoch", 0), 0)
+        return 0 if self.wants_metric else step_of(self.schedule)
+
+    def step_of_state(self, plain: Mapping[str, Any]) -> int:
+        """Return the step of a saved state of the plain schedule, which may count epochs."""
+        schedule, count = self.schedule, max(int(plain["last_epoch"]), 0)
+        if self.wants_metric:
+            return 0
+        return count * schedule.steps_per_epoch if isinstance(schedule, EpochSchedule) else count
 
     def advance(self, metric: float | None = None) -> None:
         """Make one step of the schedule.
@@ -157,7 +180,7 @@ class BaseSchedule:
         Args:
             metric: The mean loss of the cycle, for a schedule that waits for a metric.
         """
-        fanned_out = param_groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
+        replaced = param_groups.undo_fan_out(self.optimizer, self.lrs, self.momenta)
         try:
             if metric is None:
                 self.schedule.step()
@@ -165,15 +188,19 @@ class BaseSchedule:
                 self.schedule.step(metric)  # type: ignore[arg-type]
             self._read()
         finally:
-            param_groups.restore_entries(self.optimizer, fanned_out)
+            param_groups.restore_entries(self.optimizer, replaced)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule as plain data."""
         return {
-            "kind": type(self.schedule).__name__,
+            "kind": self.kind,
             "schedule": copy.deepcopy(self.schedule.state_dict()),
             "momenta": self.momenta,
         }
+
+    def adopted(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a plain torch schedule in the form of `state_dict`."""
+        return {**self.state_dict(), "schedule": plain}
 
     def restore_entries(self) -> None:
         """Write the schedule's entries into the groups again, after a checkpoint replaced them."""
@@ -199,9 +226,21 @@ class BaseSchedule:
 
     def _read(self) -> None:
         """Read the learning rates and momenta that the schedule computed last."""
-        self.lrs = [float(lr) for lr in self.schedule.get_last_lr()]
-        if self.cycle is not None:
+        self.lrs = list(map(float, self.schedule.get_last_lr()))
+        if self.cycle is not None and min(self.lrs) <= 0:
             # A linear OneCycleLR extrapolates below zero one step after its last phase.
             pairs = zip(self.lrs, self.cycle.floors, strict=True)
             self.lrs = [lr if lr > 0 else floor for lr, floor in pairs]
-        self.momenta = param_groups.read_momenta(self.schedule)
+        if self._cycles_momentum:
+            self.momenta = param_groups.read_momenta(self.optimizer)
+
+
+def _owners(schedule: Any) -> list[Any]:
+    """Return the objects of the user that a schedule calls. They must not be copied."""
+    functions = getattr(schedule, "lr_lambdas", [])
+    found = [function.__self__ for function in functions if hasattr(function, "__self__")]
+    if isinstance(schedule, FunctionSchedule):
+        found += [schedule.function, getattr(schedule.function, "__self__", None)]
+    for inner in getattr(schedule, "_schedulers", []):
+        found += _owners(inner)
+    return found

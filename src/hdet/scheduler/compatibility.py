@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.optim import Adagrad
 
 from hdet._messages import Warn, warn
 from hdet.control.controller import complete_controller
@@ -17,6 +16,7 @@ from hdet.control.knob_bank import KnobBank
 from hdet.knobs.dial_knob import DialKnob
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
+from hdet.scheduler.optimizer_rules import OPTIMIZER_RULES
 from hdet.scheduler.rules import Rule, Setup, first_broken
 from hdet.scheduler.scout_rules import DEFAULT_SCOUT_RULES, SCOUT_RULES
 from hdet.scheduler.settings import Settings
@@ -77,13 +77,6 @@ def _never_syncs_before_the_end(setup: Setup) -> bool:
 
 MODEL_RULES = (
     Rule(
-        name="stacked-optimizer",
-        limit="An optimizer of `StackedReplicas` works with that engine only.",
-        remedy="Pass the engine as `replicas=`.",
-        applies=lambda setup: setup.is_optimizer_without_engine,
-        message=lambda _: "`replicas=` must be the StackedReplicas that made this optimizer.",
-    ),
-    Rule(
         name="local-gradients-need-model",
         limit="`gradients='local'` needs the model.",
         remedy="Pass `model=`.",
@@ -96,18 +89,6 @@ MODEL_RULES = (
         remedy="Pass `model=`.",
         applies=lambda setup: setup.settings.probe is not None and not setup.has_every_model,
         message=lambda _: "`probe` needs `model=`, got None.",
-    ),
-    Rule(
-        name="adagrad-reset",
-        limit="`optimizer_state='reset'` does not work with `Adagrad`.",
-        remedy="Pass `'keep'` or `'average'`.",
-        applies=lambda setup: (
-            setup.settings.optimizer_state == "reset" and isinstance(setup.base.optimizer, Adagrad)
-        ),
-        message=lambda _: (
-            "`optimizer_state` must be 'keep' or 'average' for Adagrad, which makes its state "
-            "in its constructor, got 'reset'."
-        ),
     ),
 )
 
@@ -227,6 +208,7 @@ LENGTH_RULES = (
 )
 
 RULES = (
+    *OPTIMIZER_RULES,
     *MODEL_RULES,
     *(_when_requested(rule) for rule in SCOUT_RULES),
     _needs_lr_knob("scout"),

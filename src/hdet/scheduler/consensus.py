@@ -22,6 +22,10 @@ class Consensus:
 
     def make(self) -> None:
         """Average weights, buffers and optimizer states, and start the cycle again."""
+        with self._run.collective_call("`converge()`"):
+            self._make()
+
+    def _make(self) -> None:
         run, trial = self._run, self._run.progress.trial
         if self._phases.elastic_sync is not None:
             self._phases.elastic_sync.converge()
@@ -32,8 +36,9 @@ class Consensus:
         if run.replicas.size == 1:
             self._phases.cycle_end.note_first_loss(run.exchange())
             run.start_cycle(is_partial=True)
-            return
-        self._average()
+        else:
+            self._average()
+        run.rates.write(everything=True)  # the next step counts with its learning rate
 
     def _average(self) -> None:
         run = self._run
@@ -45,6 +50,7 @@ class Consensus:
         num_bytes = run.weights.averager.average_(health.healthy, kinds, report.agreed)
         if health.excluded and not report.optimizer_states_match:
             num_bytes += run.reseed(health)
+        run.weights.loss_scale.equalize_(health.healthy)
         stopwatch.mark()
         run.log.say_excluded(health.excluded, run.progress.step)
         run.start_cycle(is_partial=True)
@@ -70,7 +76,8 @@ class Consensus:
             return
         with ExitStack() as inside:
             try:
-                inside.enter_context(self._at_mean())
+                with run.collective_call("`consensus()`"):
+                    inside.enter_context(self._at_mean())
             except Interrupted as reason:
                 run.log.warn(f"consensus() has the weights of this replica only: {reason}.")
             inside.enter_context(

@@ -5,6 +5,7 @@ controller moves the knobs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NoReturn
@@ -35,7 +36,7 @@ class CycleEnd:
     def __init__(self, run: Run, search_phase: SearchPhase) -> None:
         self._run, self._search_phase = run, search_phase
 
-    def close(self, trained_with: list[float]) -> None:
+    def close(self, trained_with: Sequence[float]) -> None:
         """End a cycle, whose last step had these base learning rates."""
         run = self._run
         run.weights.averager.finish_average_()  # where the cycle is shorter than `overlap`
@@ -91,7 +92,9 @@ class CycleEnd:
         state = (TensorKind.OPTIMIZER_STATE,) if averages_state else ()
         several = run.replicas.size > 1
         compare = (*trainable, TensorKind.FROZEN, TensorKind.BUFFERS, *state) if several else ()
-        report = run.exchange(*compare, measures=several, scores=scores)
+        # Distances cost a pass over the weights, and only the record shows them.
+        measures = several and run.has_record
+        report = run.exchange(*compare, measures=measures, scores=scores)
         self._check_losses(report)
         self._check_scores(report)
         warn_without_losses(run, report)
@@ -107,7 +110,11 @@ class CycleEnd:
         return False
 
     def _move_knobs(
-        self, report: CycleReport, health: ReplicaHealth, trained_with: list[float], num_bytes: int
+        self,
+        report: CycleReport,
+        health: ReplicaHealth,
+        trained_with: Sequence[float],
+        num_bytes: int,
     ) -> CycleEvent:
         """Let the controller move the knobs, and return the event of the cycle."""
         run = self._run
@@ -168,6 +175,7 @@ class CycleEnd:
             return ReplicaHealth((0,), {}, (0,)), 0
         health = self._check_health(report)
         run.log.say_excluded(health.excluded, run.progress.step)
+        run.weights.loss_scale.equalize_(health.healthy)
         # An excluded replica needs the mean now, and so does the end of the run.
         waits = waits or bool(health.excluded) or run.progress.is_over()
         if run.settings.overlap and not waits:
@@ -219,6 +227,7 @@ class CycleEnd:
         """Restore the best weights and lower the ceiling. Schedule and data continue."""
         run, monitor = self._run, good_point.monitor
         good_point.restore()
+        run.weights.loss_scale.equalize_(range(run.replicas.size))
         if run.settings.overlap:  # each replica kept its weights of before the average arrived
             run.average_now()
         if monitor.is_out_of_retries:

@@ -12,6 +12,7 @@ from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import drop_impossible_scout
 from hdet.scheduler.presets import GivenOptions, choose_options, without_scout
 from hdet.scheduler.settings import Settings
+from hdet.tensors.joined_optimizer import members_of
 
 
 def complete_settings(
@@ -37,7 +38,7 @@ def complete_settings(
         total_steps: Steps of the run; None takes the length of the schedule.
         **options: The other fields of `Settings`.
     """
-    total = base.total_steps if total_steps is None else total_steps
+    total = base.length if total_steps is None else total_steps
     knobs = None if given.knobs is None else tuple(flatten_knobs(given.knobs))
     # A replica that joins has no snapshots to roll back to.
     is_unguarded = given.guard == "auto" and replicas.capabilities.is_elastic
@@ -47,10 +48,15 @@ def complete_settings(
         **chosen._asdict(),
         **options,
         total_steps=total,
-        knobs=(LearningRate(),) if knobs is None else knobs,
+        knobs=(_default_knob(base),) if knobs is None else knobs,
     )
     if given.scout == "auto":
         settings = drop_impossible_scout(settings, base, replicas, model, warn=warn)
     if given.controller == "auto" and settings.scout is None and base.step == 0:
         settings = replace(settings, controller=without_scout(settings.controller))
     return settings
+
+
+def _default_knob(base: BaseSchedule) -> LearningRate:
+    """Return a learning rate for each group, or one factor for several optimizers."""
+    return LearningRate(shared=len(members_of(base.optimizer)) > 1)

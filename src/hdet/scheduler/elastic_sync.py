@@ -1,5 +1,6 @@
 """Ends of cycles where replicas join and leave: an interrupted one is undone."""
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +27,7 @@ class ElasticSync:
         self._first = self._run.progress_state()
         self._was_undone = False
 
-    def close(self, trained_with: list[float]) -> None:
+    def close(self, trained_with: Sequence[float]) -> None:
         """End a cycle together with the replicas that take part."""
         self._sync(trained_with)
         if self._was_undone and self._run.progress.is_over():
@@ -36,7 +37,7 @@ class ElasticSync:
         """Average now, in mid-cycle."""
         self._sync(None)
 
-    def _sync(self, trained_with: list[float] | None, *, anew: bool = False) -> None:
+    def _sync(self, trained_with: Sequence[float] | None, *, anew: bool = False) -> None:
         """Average, or end the cycle. If a replica leaves meanwhile, the sync is undone."""
         run, replicas = self._run, self._replicas
         self._was_undone = False
@@ -88,6 +89,7 @@ class ElasticSync:
         num_bytes = run.weights.averager.average_(health.healthy, WEIGHTS, report.agreed)
         if lost:
             num_bytes += run.weights.reseed_state_(health.healthy[0], lost)
+        run.weights.loss_scale.equalize_(health.healthy)
         stopwatch.mark()
         event = ConvergeEvent(
             step=run.progress.step,

@@ -1,7 +1,7 @@
 """The handshake: replicas compare their settings and weights before the first step."""
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.settings import Settings, as_plain_data
@@ -16,21 +16,36 @@ class ReplicaDescription:
         settings: The options, the schedule and the parameter groups as plain data.
         parameters: Shape, type, strides and hash of each parameter and buffer, by name.
         perturbed: Whether `hdet.perturb_` changed the weights.
+        records: Whether this process writes a record.
     """
 
     settings: dict[str, Any]
     parameters: dict[str, tuple[tuple[int, ...], str, tuple[int, ...], int | None]]
     perturbed: bool
+    records: bool
+
+
+class Agreement(NamedTuple):
+    """What all processes know after the handshake.
+
+    Attributes:
+        weights_differ: Whether the weights of the replicas differ on purpose.
+        has_record: Whether any process writes a record.
+    """
+
+    weights_differ: bool
+    has_record: bool
 
 
 def describe_replica(
-    settings: Settings, schedule: dict[str, Any], parameters: ReplicaWeights
+    settings: Settings, schedule: dict[str, Any], parameters: ReplicaWeights, *, records: bool
 ) -> ReplicaDescription:
     """Return the description of this process."""
     return ReplicaDescription(
         settings={**as_plain_data(settings), **schedule},
         parameters=parameters.checks.describe(),
         perturbed=parameters.checks.are_perturbed(),
+        records=records,
     )
 
 
@@ -44,11 +59,8 @@ def report_failure(replicas: Replicas, problem: Exception) -> NoReturn:
     raise problem
 
 
-def check_replicas_agree(replicas: Replicas, mine: ReplicaDescription) -> bool:
+def check_replicas_agree(replicas: Replicas, mine: ReplicaDescription) -> Agreement:
     """Compare the descriptions of all processes.
-
-    Returns:
-        Whether the weights of the replicas differ on purpose.
 
     Raises:
         ValueError: On every replica, if one cannot start or differs from the first.
@@ -71,7 +83,10 @@ def check_replicas_agree(replicas: Replicas, mine: ReplicaDescription) -> bool:
         if difference or (weights and not on_purpose):
             raise ValueError(f"replicas must be alike: {difference or weights}")
         weights_differ |= weights is not None
-    return weights_differ or (on_purpose and replicas.size > 1)
+    return Agreement(
+        weights_differ=weights_differ or (on_purpose and replicas.size > 1),
+        has_record=any(theirs.records for theirs in everyone),
+    )
 
 
 def _common_settings(description: ReplicaDescription) -> dict[str, Any]:

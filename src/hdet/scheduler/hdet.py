@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from hdet._messages import Warn
 from hdet._validation import number_of
@@ -14,16 +14,16 @@ from hdet.control.controller import Controller
 from hdet.control.guard import Guard
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.lr_search.scout import Scout
-from hdet.records.events import (
-    NoteEvent,
-    ResumeEvent,
-)
+from hdet.records.events import NoteEvent, ResumeEvent
 from hdet.records.sinks import Record
 from hdet.replicas.factory import default_replicas
 from hdet.replicas.protocol import Replicas
+from hdet.scheduler import live_runs
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
+from hdet.scheduler.given_schedule import Base, Schedule
+from hdet.scheduler.joined_schedule import wrap_schedules
 from hdet.scheduler.loop_checks import LoopChecks
 from hdet.scheduler.phases import Phases
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
@@ -67,9 +67,18 @@ class HDET(SearchCalls):
         [0.05]
 
     Args:
-        base: The schedule to wrap. It must be a plain torch `LRScheduler`.
+        base: The schedule to wrap: a plain torch `LRScheduler`. Or the optimizer, with
+            `schedule=`, or with a constant learning rate. Or a list with one of them for each
+            optimizer of the run. Then one factor scales all learning rates, unless `knobs` is
+            given.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
-            scout, the probe and local gradients need it. hdet averages its buffers too.
+            scout, the probe and local gradients need it. hdet averages its buffers too. Each of
+            its trainable parameters must belong to an optimizer of the run.
+        schedule: With an optimizer as `base`: a pure function of the step, counted from 0, that
+            returns the learning rate of the first parameter group. The other groups keep their
+            ratio to it. None keeps the learning rates of the optimizer constant.
+        steps_per_epoch: Steps after which the schedule advances, for schedules that count epochs.
+            None advances it every step.
         preset: The defaults of the options below. `"best"` starts with a scout and a guard and
             does not explore. `"paper"` explores as the paper does, without scout and guard.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1). None
@@ -102,13 +111,16 @@ class HDET(SearchCalls):
             them as they are.
         replicas: The engine that holds the replicas. None takes the processes of the default
             process group, or a single replica without one.
-        total_steps: Steps of the run. None takes the length of the base schedule if it has one.
+        total_steps: Steps of the run. None takes the length that the base schedule is made for,
+            such as `T_max` of `CosineAnnealingLR`, if it tells one.
         on_overrun: What happens after `total_steps`. `"hold"` keeps the learning rate, `"extend"`
             keeps it and explores on, and `"raise"` raises an error.
         record: The folder for the file `record.jsonl`, a sink, or a sequence of them. None
             writes no record.
         seed: Seed of the assignment of multipliers to replicas.
         lr_bounds: The lowest and the highest peak that the scout may choose for the first group.
+        scaler: The `GradScaler` of the loop. Its loss scale is restored with the weights, and kept
+            equal on all replicas. Save its state yourself.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -118,9 +130,11 @@ class HDET(SearchCalls):
 
     def __init__(
         self,
-        base: LRScheduler,
+        base: Base | Sequence[Base],
         *,
         model: nn.Module | None = None,
+        schedule: Schedule | None = None,
+        steps_per_epoch: int | None = None,
         preset: Literal["best", "paper"] = "best",
         spread: float | None = None,
         sync_every: int | None = None,
@@ -141,9 +155,10 @@ class HDET(SearchCalls):
         record: Record | None = None,
         seed: int = 0,
         lr_bounds: tuple[float, float] | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
-            wrapped = BaseSchedule(base)
+            wrapped = wrap_schedules(base, schedule, steps_per_epoch, total_steps, warn)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
                 preset,
@@ -163,6 +178,7 @@ class HDET(SearchCalls):
                 probe=as_probe(probe),
                 design=design,
                 lr_bounds=lr_bounds,
+                scaler=scaler,
             )
             return wrapped, settings
 
@@ -199,12 +215,12 @@ class HDET(SearchCalls):
                 rate of a parameter group.
             ReplicasLost: If no replica has finite weights, or if the guard is out of retries.
         """
-        self._refuse_while_visiting("step()")
+        if self._visiting:
+            self._refuse_while_visiting("step()")
         self._loop.check()
         if loss is not None:
             self._run.training_loss.add(loss, 1.0)
-        self._run.log.flush()
-        self._phases.current.step()
+        self._phases.step()
 
     def converge(self) -> None:
         """Average weights, buffers and optimizer states now, so that all replicas are one model.
@@ -269,7 +285,7 @@ class HDET(SearchCalls):
             not depend on the number of replicas.
         """
         run, trial = self._run, self._run.progress.trial
-        if run.progress.replicas_differ and not self._visiting:
+        if run.replicas_differ() and not self._visiting:
             run.log.warn(
                 "the state is saved in the middle of a cycle: the weights beside it are those of "
                 "one replica. Call `converge()` on all replicas before saving."
@@ -288,11 +304,13 @@ class HDET(SearchCalls):
             state_dict: The result of `state_dict()`, or that of the base schedule.
 
         Raises:
-            ValueError: If the state belongs to another schedule or to other knobs.
+            ValueError: If the state belongs to another schedule or to other knobs, or if a field
+                has the wrong type or range. Nothing is changed then.
         """
         saved = self.check_state_dict(state_dict)
-        self._run.load_progress(saved)
-        self._phases.resume(saved)
+        with self._run.collective_call("`load_state_dict()`"):
+            self._run.load_progress(saved)
+            self._phases.resume(saved)
         self._run.rates.write(everything=True)
         self._run.log.write(ResumeEvent(step=self._run.progress.step))
 
@@ -305,9 +323,12 @@ class HDET(SearchCalls):
         replicas: Replicas | None,
         record: Record | None,
     ) -> None:
-        run = self._run = Run(
-            prepare, model, replicas or default_replicas(), record, self._taken_over
-        )
+        replicas = replicas or default_replicas()
+        with replicas.collective_call("the construction of the scheduler", 0):
+            self._start(Run(prepare, model, replicas, record, self._taken_over))
+
+    def _start(self, run: Run) -> None:
+        self._run = run
         self.optimizer: Optimizer = run.optimizer
         self._visiting = False
         self._phases = Phases(run)
@@ -321,6 +342,7 @@ class HDET(SearchCalls):
         run.rates.write_after_loading()
         run.start_record()
         self._loop = LoopChecks(run)
+        live_runs.register(self, run.optimizer, run.progress)
 
     def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
         """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""

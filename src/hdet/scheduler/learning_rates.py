@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from operator import mul
 
 from torch.optim import Optimizer
 
@@ -29,54 +30,80 @@ class LearningRates:
         replicas: Replicas,
         progress: Progress,
     ) -> None:
-        self._optimizers, self._base, self._knob_bank = optimizers, base, knob_bank
+        self._base, self._knob_bank = base, knob_bank
+        self._engines = [one for one in optimizers if one is not base.optimizer]
+        """The optimizers of the local replicas where the user's one stands for all of them."""
         self._bound_knobs, self._replicas, self._progress = bound_knobs, replicas, progress
         self._factors: list[list[float]] = []
+        """For the centre and each local replica: the factor on each group's base schedule."""
+        self._shares: list[float] = []
+        """What each group's base schedule adds to the share of the given learning rates."""
+        self._follows_base = True
+        """Whether no group has a learning rate that is held since the hand-over."""
+        self._are_equal = False
+        """Whether all local replicas have the learning rates of the centre."""
         self.written = param_groups.WrittenRates()
         """The learning rates as they were written last."""
         self.centre: list[float] = []
         """The learning rate of each group in the centre of the spread."""
-        self.local: list[list[float]] = []
-        """Those of each local replica."""
         self.highest = 0.0
         """The highest share of the given learning rates since the cycle began."""
 
     def write(self, *, everything: bool = False) -> None:
-        """Write the learning rates of this step; scheduled knobs too, or all of them."""
-        if everything:  # within a cycle only the base schedule moves
-            places = [None, *self._replicas.local]
-            num = len(self._base.lrs)
-            self._factors = [self._knob_bank.factors_of_groups(place, num) for place in places]
-        base = self._knob_bank.base_lrs(self._base.lrs)
-        self.centre, *self.local = [
-            [lr * factor for lr, factor in zip(base, factors, strict=True)]
-            for factors in self._factors
-        ]
-        self.highest = max(self.highest, self.share())
-        if self._progress.trial is not None:
-            self.local = [self.of(replica) for replica in self._replicas.local]
-        self._write_groups(everything=everything)
+        """Write the learning rates of this step; scheduled knobs too, or all of them.
+
+        Within a cycle only the base schedule moves, so factors are read where `everything` is
+        written. Replicas of this process with equal learning rates are written together then: their
+        engine copies the groups of the user's optimizer before it steps.
+        """
+        if everything:
+            self._read_factors()
+        base = self._base.lrs if self._follows_base else self._knob_bank.base_lrs(self._base.lrs)
+        self.centre = list(map(mul, base, self._factors[0]))
+        self.highest = max(self.highest, sum(map(mul, base, self._shares)))
+        if everything or not self._are_equal:
+            self._write_each(everything=everything)
+        else:
+            param_groups.write_learning_rates(self._base.optimizer, self.centre)
+            self.written.note([(self._base.optimizer, self.centre)], everything=False)
         if everything or self._bound_knobs.are_scheduled:
             self._bound_knobs.write(
                 self.other_knobs(), self._progress.step, self._base.momenta, everything=everything
             )
 
-    def share(self) -> float:
-        """The learning rates in units of those that the user gave, as a mean over the groups."""
-        return self._base.share_of(self.centre)
+    def _read_factors(self) -> None:
+        users, num = self._base.optimizer, len(self._base.lrs)
+        places = [None, *self._replicas.local]
+        self._factors = [self._knob_bank.factors_of_groups(place, num) for place in places]
+        self._shares = self._base.shares_of(self._factors[0])
+        self._follows_base = self._knob_bank.held is None
+        is_search = self._progress.trial is not None
+        is_spread = any(row != self._factors[0] for row in self._factors[1:])
+        # Replicas that follow the user's optimizer would share its tensors.
+        self._are_equal = not (is_search or is_spread or param_groups.has_tensor_rates(users))
+        steered = self._bound_knobs.settings() | (set() if self._are_equal else {"lr"})
+        self._replicas.optimizers(users, steered)
 
-    def _write_groups(self, *, everything: bool) -> None:
-        users = self._base.optimizer
-        shown = self.local[0] if len(self.local) == 1 else self.centre
-        rows = [(users, shown)]
-        rows += [
-            (optimizer, lrs)
-            for optimizer, lrs in zip(self._optimizers, self.local, strict=True)
-            if optimizer is not users
-        ]
+    @property
+    def local(self) -> list[list[float]]:
+        """The learning rates of each local replica."""
+        if self._progress.trial is not None:
+            return [self.of(replica) for replica in self._replicas.local]
+        base = self._knob_bank.base_lrs(self._base.lrs)
+        return [list(map(mul, base, factors)) for factors in self._factors[1:]]
+
+    def _write_each(self, *, everything: bool) -> None:
+        """Write the user's optimizer, and those of the local replicas where an engine has others.
+
+        Within a cycle the schedule itself writes the momenta.
+        """
+        local = self.local
+        rows = [(self._base.optimizer, local[0] if len(local) == 1 else self.centre)]
+        rows += zip(self._engines, local, strict=False)
         for optimizer, lrs in rows:
             param_groups.write_learning_rates(optimizer, lrs)
-            param_groups.write_momenta(optimizer, self._base.momenta)
+            if everything:
+                param_groups.write_momenta(optimizer, self._base.momenta)
         self.written.note(rows, everything=everything)
 
     def write_after_loading(self) -> None:

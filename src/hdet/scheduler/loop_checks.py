@@ -14,6 +14,7 @@ from hdet.scheduler.mixing_optimizer import find_mixed, mixing_error
 from hdet.scheduler.run import Run
 from hdet.scheduler.run_log import RunLog
 from hdet.signals.exchange import CycleReport
+from hdet.tensors.joined_optimizer import members_of
 from hdet.weights.update_watch import UpdateWatch
 
 MANY_STEPS = 32
@@ -26,8 +27,8 @@ class LoopChecks:
 
     def __init__(self, run: Run) -> None:
         self._run, self._written = run, run.rates.written
-        watches = [StepWatch(run.optimizer, run.log)] if _can_be_counted(run.optimizer) else []
-        self._watches = watches
+        counted = filter(_can_be_counted, members_of(run.optimizer))
+        self._watches = [StepWatch(optimizer, run.log) for optimizer in counted]
         # A search has a watch of its own, and replicas that join have no step in common.
         explores = run.knob_bank.is_spread() and run.progress.trial is None and run.elastic is None
         self._updates = run.weights.watch_updates() if explores else None

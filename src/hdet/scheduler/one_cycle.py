@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -59,7 +60,8 @@ class OneCycleHDET(HDET):
         three_phase: Whether the cycle falls to its first learning rate before the last phase.
         last_epoch: The last step of a run that continues, -1 for a new run.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
-            scout, the probe and local gradients need it. hdet averages its buffers too.
+            scout, the probe and local gradients need it. hdet averages its buffers too. Each of
+            its trainable parameters must belong to an optimizer of the run.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1).
         sync_every: Steps in a cycle. Replicas are compared and averaged at its end.
         auto_lr: Whether the controller takes over after the warm-up. If not, the run follows
@@ -89,6 +91,8 @@ class OneCycleHDET(HDET):
             keeps it and explores on, and `"raise"` raises an error.
         record: The folder for the file `record.jsonl`. None writes no record.
         seed: Seed of the assignment of multipliers to replicas.
+        scaler: The `GradScaler` of the loop. Its loss scale is restored with the weights, and kept
+            equal on all replicas. Save its state yourself.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -134,6 +138,7 @@ class OneCycleHDET(HDET):
         on_overrun: Literal["hold", "extend", "raise"] = "hold",
         record: Record | None = None,
         seed: int = 0,
+        scaler: GradScaler | None = None,
     ) -> None:
         def prepare(_: Replicas, __: Warn) -> tuple[BaseSchedule, Settings]:
             check_flag("auto_lr", auto_lr)
@@ -165,6 +170,7 @@ class OneCycleHDET(HDET):
                 probe=as_probe(probe),
                 scout=scout,
                 guard=guard,
+                scaler=scaler,
             )
             return base, settings
 

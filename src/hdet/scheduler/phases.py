@@ -39,6 +39,16 @@ class Phases:
         if self.elastic_sync is not None:
             self.elastic_sync.begin()
 
+    def step(self) -> None:
+        """Advance the run by one step. Most steps of a cycle are quiet."""
+        progress = self._run.progress
+        if self._run.log.is_recording:
+            self._run.log.flush()
+        if progress.step < progress.quiet_until:
+            self._cycle.step_quietly()
+        else:
+            self.current.step()
+
     @property
     def current(self) -> Phase:
         """The phase of the next step."""

@@ -14,9 +14,13 @@ class Progress:
     sync_every: int
     total_steps: int | None
     replicas_differ: bool = False
-    """Whether the weights of replicas may differ."""
+    """Whether the weights of replicas may differ, whatever this cycle does to them."""
+    has_trained: bool = False
+    """Whether this cycle has made a step."""
     is_partial_cycle: bool = False
     """Whether the cycle started in the middle of another one: it has seen fewer losses."""
+    quiet_until: int = 0
+    """Steps that end before this one or at it only advance the schedule."""
     trial: SearchTrial | None = None
     """The learning-rate search under way; none in an ordinary cycle."""
     average_due_at: int | None = None

@@ -1,8 +1,11 @@
 """What a scheduler shows of its run: learning rates, knobs, sensitivities and times."""
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,7 +28,7 @@ class RunReadings(LRScheduler):
 
     @last_epoch.setter
     def last_epoch(self, step: int) -> None:
-        self._run.progress.step = step
+        self._run.progress.step, self._run.progress.quiet_until = step, 0
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of this replica.
@@ -67,6 +70,21 @@ class RunReadings(LRScheduler):
         """
         return self._run.knob_bank.scales()
 
+    @contextmanager
+    def collective_call(self, name: str) -> Iterator[None]:
+        """Begin a call of hdet outside of the scheduler, which all replicas must make together.
+
+        Args:
+            name: What messages call it.
+
+        Raises:
+            RuntimeError: If replicas make different calls, or are at different steps.
+        """
+        replicas = self._run.replicas
+        with self._run.collective_call(name):
+            replicas.gather(torch.zeros(len(replicas.local), 1))  # the header goes before it
+            yield
+
     @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, None without one. Save and load it beside the inner one."""
@@ -90,6 +108,11 @@ class RunReadings(LRScheduler):
             The names of the parameters.
         """
         return self._run.weights.unsaved()
+
+    def keep_random_state(self) -> None:
+        """Let a search that a checkpoint goes on with start with the random numbers of now."""
+        if self._run.progress.trial is not None:
+            self._run.progress.trial.keep_random_state()
 
     @property
     def is_scouting(self) -> bool:
@@ -136,12 +159,15 @@ class RunReadings(LRScheduler):
             A copy in the form of hdet, also of the state of a plain base schedule.
 
         Raises:
-            ValueError: If the state belongs to another schedule or to other knobs.
+            ValueError: If the state belongs to another schedule or to other knobs, or if a field
+                has the wrong type or range.
         """
         run, saved = self._run, copy.deepcopy(state_dict)
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"`state_dict` must be a dict, got a {type(saved).__name__}.")
         check_groups(run.optimizer, len(run.base.lrs))
         if "hdet" not in saved:
             fresh = run.new_knob_bank().state_dict()
             saved = state.adopted(saved, run.settings, run.base, fresh)
-        state.check(saved, run.settings, run.base, [knob.name for knob in run.knob_bank.knobs])
+        state.check(saved, run.settings, run.base, [knob.info for knob in run.knob_bank.knobs])
         return saved

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hdet.knobs.specs import LearningRate
 from hdet.replicas.device_mesh import ddp_modules, is_sharded
 from hdet.replicas.protocol import EngineOptimizer, Replicas, is_elastic
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.settings import Settings
+from hdet.tensors.joined_optimizer import members_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,20 @@ class Setup:
         return self.replicas.size == 1 or self.replicas.capabilities.can_compress
 
     @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that the user's loop steps."""
+        return members_of(self.base.optimizer)
+
+    @property
     def is_optimizer_without_engine(self) -> bool:
-        """Whether the optimizer belongs to StackedReplicas and the run to another engine."""
-        is_of_engine = isinstance(self.base.optimizer, EngineOptimizer)
+        """Whether an optimizer belongs to StackedReplicas and the run to another engine."""
+        is_of_engine = any(isinstance(one, EngineOptimizer) for one in self.optimizers)
         return is_of_engine and not self.replicas.capabilities.has_own_optimizer
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The module of the first replica in this process, as far as the run knows it."""
+        return self.replicas.modules(self.model)[0]
 
     @property
     def has_every_model(self) -> bool:
@@ -57,7 +69,8 @@ class Setup:
 
     @property
     def has_torchft_optimizer(self) -> bool:
-        return is_elastic(self.replicas) and self.replicas.wraps(self.base.optimizer)
+        replicas = self.replicas
+        return is_elastic(replicas) and any(map(replicas.wraps, self.optimizers))
 
     @property
     def torchft_gradients(self) -> str:

@@ -6,7 +6,7 @@ rates, and weights -> averager -> replicas. Nothing flows back: group["lr"] is w
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import check_compatible, check_knobs
 from hdet.scheduler.handshake import check_replicas_agree, describe_replica, report_failure
 from hdet.scheduler.learning_rates import LearningRates
+from hdet.scheduler.live_runs import check_alone
 from hdet.scheduler.progress import Progress
 from hdet.scheduler.run_log import RunLog
 from hdet.scheduler.schedule_clock import ScheduleClock
@@ -35,6 +36,7 @@ from hdet.scheduler.settings import Settings, as_plain_data
 from hdet.signals.exchange import CycleReport, exchange_reports
 from hdet.signals.probe_scoring import score_replicas
 from hdet.signals.training_loss import TrainingLoss
+from hdet.tensors.joined_optimizer import kinds_of
 from hdet.weights.inventory import WEIGHTS, TensorKind
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.restore_points import GoodPoint
@@ -59,6 +61,7 @@ class Run:
         rates: The learning rates of the replicas.
         training_loss: The losses of this cycle.
         log: The record and the messages.
+        has_record: Whether a process writes a record, or a replica that joins may.
         good_point: The weights that the guard restores, and its monitor; None without a guard.
     """
 
@@ -88,18 +91,27 @@ class Run:
             self.base, self.settings = prepare(replicas, self._warn)
             self.one_cycle = one_cycle(self.base)
             self.optimizer: Optimizer = self.base.optimizer
+            check_alone(self.optimizer)
             check_compatible(self.settings, self.base, replicas, model, warn=self._warn)
             self.weights = ReplicaWeights(
-                self.optimizer, model, replicas, self.settings.outer, self.settings.compress
+                self.optimizer,
+                model,
+                replicas,
+                self.settings.outer,
+                self.settings.compress,
+                self.settings.scaler,
             )
             self.bound_knobs = self._bind_knobs()
             recorder = open_recorder(record, is_first=is_first)
             self.log = RunLog(recorder, is_first=is_first, device=self.device())
-            mine = describe_replica(self.settings, self._schedule(), self.weights)
+            records = recorder is not None
+            mine = describe_replica(self.settings, self._schedule(), self.weights, records=records)
             self._write_first_values()
         except Exception as problem:
             report_failure(replicas, problem)
-        self.progress.replicas_differ = check_replicas_agree(replicas, mine)
+        agreement = check_replicas_agree(replicas, mine)
+        self.progress.replicas_differ = agreement.weights_differ
+        self.has_record = agreement.has_record or self.elastic is not None
         if self.progress.replicas_differ:
             self.weights.averager.note_different_start()
         if model is not None:
@@ -166,11 +178,15 @@ class Run:
         """Return what replicas must have in common beside the settings."""
         return {
             # The user's optimizer may stand for those of several replicas.
-            "optimizer": type(self.replicas.optimizers(self.optimizer)[0]).__name__,
+            "optimizer": kinds_of(self.replicas.optimizers(self.optimizer)[0]),
             "learning_rates": dict(zip(self.base.names, self.base.lrs, strict=True)),
             "groups": self.weights.checks.describe_groups(self.bound_knobs.settings()),
             "base": self.base.state_dict(),
         }
+
+    def collective_call(self, name: str) -> AbstractContextManager[None]:
+        """Inside, what replicas exchange belongs to one call, which all processes must make."""
+        return self.replicas.collective_call(name, self.progress.step)
 
     # Progress -------------------------------------------------------------------------------
 
@@ -225,6 +241,7 @@ class Run:
         self.weights.start_cycle()
         self.log.start_cycle()
         self.progress.replicas_differ = self.weights.averager.has_pending_average
+        self.progress.has_trained, self.progress.quiet_until = False, 0
         self.progress.is_partial_cycle = is_partial
 
     def next_cycle(self) -> None:
@@ -241,6 +258,11 @@ class Run:
         if self.replicas.size == 1:
             return False
         return self.settings.gradients == "local" or self.knob_bank.is_spread()
+
+    def replicas_differ(self) -> bool:
+        """Whether the weights of replicas may differ now."""
+        progress = self.progress
+        return progress.replicas_differ or (progress.has_trained and self.can_diverge())
 
     # Comparing replicas -----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from hdet import _messages
+from hdet.knobs.param_groups import Momenta
 from hdet.records.events import Event, LRTracePoints
 from hdet.records.lr_trace import LRTrace
 from hdet.records.writer import Recorder, Timers
@@ -23,6 +24,8 @@ class RunLog:
 
     def __init__(self, recorder: Recorder | None, *, is_first: bool, device: torch.device) -> None:
         self._recorder, self._is_first, self._device = recorder, is_first, device
+        self.is_recording = recorder is not None
+        """Whether this process writes a record."""
         self._trace = LRTrace()
         self._warned: set[str] = set()
         self._held: list[tuple[Event, Timers | None, bool]] | None = None
@@ -55,9 +58,11 @@ class RunLog:
 
     # Learning rates within a cycle -------------------------------------------------------
 
-    def trace(self, step: int, lrs: Sequence[float], momenta: Sequence[float] | None) -> None:
+    def trace(self, step: int, lrs: Sequence[float], momenta: Momenta | None) -> None:
         if self._recorder is not None:
-            self._trace.add(step, lrs, momenta)
+            # A record has the momenta of all groups or of none.
+            cycled = [momentum for momentum in momenta or () if momentum is not None]
+            self._trace.add(step, lrs, cycled if len(cycled) == len(lrs) else None)
 
     def traced(self) -> LRTracePoints:
         return LRTracePoints() if self._recorder is None else self._trace.points()

@@ -76,6 +76,15 @@ SCOUT_RULES = (
             "model, or gradients='local'"
         ),
     ),
+    Rule(
+        name="scout-unknown-length",
+        limit="A scout needs the length of the run.",
+        remedy="Pass `total_steps=`.",
+        applies=lambda setup: setup.settings.total_steps is None,
+        message=lambda _: (
+            "the length of the run is unknown, and `scout` depends on it. Pass total_steps= to HDET"
+        ),
+    ),
 )
 """A scout cannot run under these conditions, requested or not."""
 
@@ -109,13 +118,6 @@ DEFAULT_SCOUT_RULES = (
             "given one is not its peak. Return factors near 1 from LambdaLR, and divide a Noam "
             "schedule by its peak"
         ),
-    ),
-    Rule(
-        name="default-scout-unknown-length",
-        limit="A run of unknown length starts without a scout.",
-        remedy="Pass `total_steps=`.",
-        applies=lambda setup: setup.settings.total_steps is None,
-        message=lambda _: "the length of the run is unknown. Pass total_steps= to HDET",
     ),
     Rule(
         name="default-scout-no-room",

@@ -35,11 +35,12 @@ class SearchCalls(RunReadings):
         self._refuse_while_visiting("scout_again()")
         asked = scout or self._run.settings.scout or Scout()
         model, left = self._phases.search.check_can_search(asked)
-        self._consensus.make()
-        self._phases.search.again(asked, model, left)
+        with self._run.collective_call("`scout_again()`"):
+            self._consensus.make()
+            self._phases.search.again(asked, model, left)
         self._run.rates.write(everything=True)
 
-    def hold_out(self, loss_of: Callable[..., Tensor], *batch: Any) -> None:
+    def hold_out(self, loss_of: Callable[..., Tensor], /, *batch: Any, **named: Any) -> None:
         """Give the scout a batch that nobody trains on, to compare learning rates on it.
 
         Without a probe or such batches, processes are compared by their own training losses, which
@@ -49,8 +50,9 @@ class SearchCalls(RunReadings):
 
         Batches are scored without gradients, in the mode in which the model trains, under the
         autocast state of this call, with equal random numbers. Buffers and random state are
-        restored. Fewer than eight batches in all are split along the first dimension, into parts of
-        at least eight samples. Batches may differ in size, but not in structure and dtypes.
+        restored. Fewer than eight batches in all are split along the first dimension, or along
+        `batch_dim` of `StackedReplicas`, into parts of at least eight samples. Batches may differ
+        in size, but not in structure and dtypes.
 
         The batches are freed when the search ends. Without a search they are kept for the next one.
         A checkpoint does not contain them: give them again after loading one in the middle of a
@@ -58,9 +60,11 @@ class SearchCalls(RunReadings):
         themselves, and these batches replace those.
 
         Args:
-            loss_of: `loss_of(model, *batch)` returns the mean loss, or one loss for each sample. It
-                must call the model that it gets. A loss that needs gradients must enable them.
+            loss_of: `loss_of(model, *batch, **named)` returns the mean loss, or one loss for each
+                sample. It must call the model that it gets. A loss that needs gradients must enable
+                them.
             batch: Tensors, or tuples, lists and dicts of them. They are copied.
+            named: More of the batch, for keyword arguments of `loss_of`.
 
         Raises:
             RuntimeError: If a probe scores the replicas, if no search can run here, if the search
@@ -81,7 +85,7 @@ class SearchCalls(RunReadings):
             >>> scheduler.hold_out(loss_of, torch.randn(64, 2), torch.randn(64, 1))
         """
         self._refuse_while_visiting("hold_out()")
-        self._phases.search.hold_out(loss_of, batch)
+        self._phases.search.hold_out(loss_of, (batch, named))
 
     def _refuse_while_visiting(self, call: str) -> None:
         if self._visiting:

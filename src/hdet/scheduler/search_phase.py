@@ -48,11 +48,10 @@ class SearchPhase:
 
     def start(self, saved: Mapping[str, Any] | None = None) -> None:
         """Start to scout, or go on with a search that a checkpoint has saved of."""
-        run = self._run
+        run, given = self._run, self._given
         trigger = trigger_of_state(saved)
         late = None if saved is None else saved.get("late")
         scout = run.settings.scout if late is None else Scout(**late["scout"])
-        given = self._given
         if run.progress.trial is not None:
             run.training_loss.clear_first()  # of a round that a loaded state replaces
             self._end_trial(run.progress.trial)
@@ -183,12 +182,11 @@ class SearchPhase:
 
     def interrupt(self, trial: SearchTrial) -> None:
         """Restore the start in the middle of a round, as before a checkpoint."""
-        run = self._run
         trial.interrupt()
         self._reset_evidence()
         if trial.search.is_over:
             self._conclude(trial)
-        run.rates.write(everything=True)
+        self._run.rates.write(everything=True)
 
     def _reset_evidence(self) -> None:
         self._run.training_loss.clear_first()
@@ -231,17 +229,17 @@ class SearchPhase:
         assert trial is not None
         run.progress.step += 1
         run.progress.replicas_differ = True
-        if not trial.has_begun:
-            self._begin(trial)
-        if trial.is_held_out_step:
-            trial.end_held_out_step()
-            self._reset_evidence()
-        elif (mixed := find_mixed(run, trial.update_watch)) is not None:
-            self._abandon(trial)
-            give_up_mixed(run, mixed)
-        elif self._advance(trial):
-            self._end_round(trial)
-        run.rates.write(everything=True)
+        with run.collective_call("a step of the scout"):
+            if not trial.has_begun:
+                self._begin(trial)
+            if trial.is_held_out_step:
+                trial.end_held_out_step()
+                self._reset_evidence()
+            elif (mixed := find_mixed(run, trial.update_watch)) is not None:
+                self._abandon(trial)
+                give_up_mixed(run, mixed)
+            elif self._advance(trial):
+                self._end_round(trial)
 
     def _advance(self, trial: SearchTrial) -> bool:
         """Make one step of a round; return whether the round is over."""
@@ -334,8 +332,10 @@ class SearchPhase:
             run.progress.found_lr = peak_of(run, trial) * estimate.factor
             run.knob_bank.rescale(estimate.factor)
             run.clock.scouted(run.progress.step)
+            run.weights.loss_scale.equalize_(range(run.replicas.size))
             self._end_trial(trial)
         run.log.write(search_event(run.progress.step, trial, rates, estimate))
+        run.rates.write(everything=True)
 
     def _end_trial(self, trial: SearchTrial) -> None:
         run = self._run

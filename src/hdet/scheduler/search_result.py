@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.optim import Optimizer
 
 from hdet.lr_search.constants import (
     FAR_OFF_ERRORS,
@@ -14,12 +15,13 @@ from hdet.lr_search.constants import (
 )
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.observations import Observation
-from hdet.lr_search.prior import Prior, prior_of
+from hdet.lr_search.prior import Prior, prior_of, prior_of_members
 from hdet.lr_search.reasons import Reason, describe
 from hdet.records.events import SearchEvent, TriedRate
 from hdet.scheduler.base_schedule import ScheduleShares
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_trial import SearchTrial
+from hdet.tensors.joined_optimizer import members_of
 from hdet.tensors.optimizers import class_names
 
 
@@ -41,12 +43,32 @@ def shares_of_rest(run: Run) -> ScheduleShares | None:
 def prior_of_run(run: Run, rates: Sequence[float]) -> Prior | None:
     """Return the usual mean learning rate of the run's optimizer, in units of the given rates.
 
+    Several optimizers count by the numbers of their parameters.
+    """
+    optimizers = members_of(run.optimizers[0])
+    sizes = [_sizes_of_groups(optimizer) for optimizer in optimizers]
+    total, left, members = sum(map(sum, sizes)), list(rates), []
+    for optimizer, own in zip(optimizers, sizes, strict=True):
+        mine, left = left[: len(own)], left[len(own) :]
+        members.append((_prior_of_optimizer(optimizer, mine, own, total), sum(own)))
+    return prior_of_members(members)
+
+
+def _sizes_of_groups(optimizer: Optimizer) -> list[int]:
+    """Return the number of trainable parameters of each group."""
+    groups = optimizer.param_groups
+    return [sum(p.numel() for p in group["params"] if p.requires_grad) for group in groups]
+
+
+def _prior_of_optimizer(
+    optimizer: Optimizer, rates: Sequence[float], sizes: Sequence[int], num_parameters: int
+) -> Prior | None:
+    """Return the prior of one optimizer, in units of the given rates of its groups.
+
     With several groups, that of the group with the most parameters counts. An optimizer that runs
     Muon on some groups only is known by those.
     """
-    optimizer = run.optimizers[0]
     groups = optimizer.param_groups
-    sizes = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in groups]
     pairs = [
         (bool(group.get("use_muon", False)), size, place)
         for place, (group, size) in enumerate(zip(groups, sizes, strict=True))
@@ -56,7 +78,8 @@ def prior_of_run(run: Run, rates: Sequence[float]) -> Prior | None:
         return None
     place = max(pairs)[2]
     momentum = float(groups[place].get("momentum", 0.0) or 0.0)
-    known = prior_of(*class_names(optimizer), momentum=momentum, num_parameters=sum(sizes))
+    names = class_names(optimizer)
+    known = prior_of(*names, momentum=momentum, num_parameters=num_parameters)
     return None if known is None else known._replace(mean=known.mean - math.log10(rates[place]))
 
 

@@ -81,6 +81,10 @@ class SearchTrial:
         """The snapshot from before the search."""
         return self._start_point.snapshot
 
+    def keep_random_state(self) -> None:
+        """Start every round with the random numbers of now."""
+        self._start_point.keep_random_state()
+
     @property
     def keeps_given_lr(self) -> bool:
         """Whether the run keeps its learning rate unless the estimate is far off."""

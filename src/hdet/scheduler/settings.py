@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
+from torch.amp import GradScaler
+
 from hdet._validation import check_bounds, check_choice, check_integer, check_range
 from hdet.control.assignment import DESIGNS
 from hdet.control.controller import Controller, complete_controller
@@ -43,6 +45,7 @@ class Settings:
     overlap: int = 0
     compress: str | None = None
     lr_bounds: tuple[float, float] | None = None
+    scaler: GradScaler | None = None
     design: str | None = None
     """How multipliers are assigned to replicas. None becomes the design of the controller."""
 
@@ -89,6 +92,10 @@ class Settings:
             )
         if self.guard is not None and not isinstance(self.guard, Guard):
             raise TypeError(f"`guard` must be hdet.Guard(), None or 'auto', got {self.guard!r}.")
+        if self.scaler is not None and not isinstance(self.scaler, GradScaler):
+            raise TypeError(
+                f"`scaler` must be a torch.amp.GradScaler or None, got {self.scaler!r}."
+            )
 
     def _check_length(self) -> None:
         if self.total_steps is None:
@@ -119,5 +126,6 @@ def as_plain_data(settings: Settings) -> dict[str, Any]:
     for name in ("scout", "guard"):
         entries[name] = None if entries[name] is None else asdict(entries[name])
     entries["outer"] = None if settings.outer is None else describe_outer(settings.outer)
+    entries["scaler"] = None if settings.scaler is None else settings.scaler.state_dict()
     entries["probe"] = None if settings.probe is None else settings.probe.describe()
     return entries

@@ -3,11 +3,30 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hdet.control.knob_state import KnobInfo
 from hdet.scheduler.base_schedule import BaseSchedule
+from hdet.scheduler.joined_schedule import JoinedSchedule
 from hdet.scheduler.settings import Settings
+from hdet.scheduler.state_rules import (
+    Rule,
+    entries,
+    integer,
+    list_of,
+    row,
+    rule_of_schedule,
+    rule_of_state,
+    text,
+)
+
+FRAME = entries(
+    {
+        "base": entries({"kind": text}),
+        "knobs": list_of(entries({"name": text})),
+    }
+)
+"""What must be there to say whether a state fits."""
 
 VERSION = 2
-REQUIRED_KEYS = {"step", "base", "knobs", "cycle", "started", "closed", "held", "noise"}
 
 
 def length_of(settings: Settings) -> dict[str, Any]:
@@ -39,36 +58,40 @@ def adopted(
     if "last_epoch" not in plain:
         raise ValueError(
             "`state_dict` must come from hdet or from a torch LRScheduler, "
-            f"got the keys {sorted(plain)}."
+            f"got the keys {sorted(map(str, plain))}."
         )
-    step = 0 if base.wants_metric else max(plain["last_epoch"], 0)
-    state = saved(step, settings, base, knob_bank)
-    return {**state, "base": {**state["base"], "schedule": plain}}
+    integer(-1)("last_epoch", plain["last_epoch"])
+    state = saved(base.step_of_state(plain), settings, base, knob_bank)
+    return {**state, "base": base.adopted(plain)}
 
 
 def check(
-    state: Mapping[str, Any], settings: Settings, base: BaseSchedule, knobs: Sequence[str]
+    state: Mapping[str, Any], settings: Settings, base: BaseSchedule, knobs: Sequence[KnobInfo]
 ) -> None:
-    """Refuse a state of another version, schedule or set of knobs.
+    """Refuse a state of another version, schedule or set of knobs, or with a damaged field.
 
     Raises:
         ValueError: If the run cannot continue from the state.
     """
     if state["hdet"] != VERSION:
         raise ValueError(f"`state_dict` must have version {VERSION}, got {state['hdet']!r}.")
-    missing = sorted(REQUIRED_KEYS - state.keys())
-    if missing:
-        raise ValueError(f"`state_dict` must be complete, got one without {missing[0]!r}.")
-    kind = type(base.schedule).__name__
-    if state["base"]["kind"] != kind:
+    FRAME("", state)
+    if state["base"]["kind"] != base.kind:
         raise ValueError(
-            f"`state_dict` must be of a {kind}, got that of a {state['base']['kind']}."
+            f"`state_dict` must be of a {base.kind}, got that of a {state['base']['kind']}."
         )
-    names = [knob["name"] for knob in state["knobs"]]
-    if names != knobs:
-        raise ValueError(f"`state_dict` must hold the knobs {knobs}, got {names}.")
+    names, own = [knob["name"] for knob in state["knobs"]], [knob.name for knob in knobs]
+    if names != own:
+        raise ValueError(f"`state_dict` must hold the knobs {own}, got {names}.")
+    rule_of_state(_rule_of_base(base), knobs, len(base.lrs))("", state)
     total = settings.total_steps
     if settings.on_overrun == "raise" and total is not None and state["step"] > total:
         raise ValueError(
             f"`total_steps` must be at least the step of the state ({state['step']}), got {total}."
         )
+
+
+def _rule_of_base(base: BaseSchedule) -> Rule:
+    if isinstance(base, JoinedSchedule):
+        return entries({"members": row(*map(_rule_of_base, base.members))})
+    return entries({"schedule": rule_of_schedule(base.schedule.state_dict(), len(base.lrs))})

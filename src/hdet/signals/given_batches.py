@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdet._messages import Warn
 from hdet.lr_search.constants import MIN_PART_SIZE, NUM_HELD_OUT_PARTS
-from hdet.replicas.protocol import Replicas
+from hdet.replicas.protocol import Replicas, records_calls
 from hdet.signals.batch_exchange import (
     check_batch,
     copy_of,
@@ -33,14 +33,15 @@ from hdet.tensors.dtensor import whole
 from hdet.tensors.score_rows import NUM_BATCH_WORDS, pad_scores
 
 LossOf = Callable[..., Tensor]
-"""(model, *batch) -> the mean loss, or one loss for each sample."""
+"""(model, *batch, **named) -> the mean loss, or one loss for each sample."""
 
 
 class GivenBatch(NamedTuple):
     """A batch, or a part of one, with the function that computes its loss."""
 
     loss_of: LossOf
-    batch: Any
+    batch: tuple[tuple[Any, ...], dict[str, Any]]
+    """The arguments of the loss function after the model, and those with names."""
     autocast_dtype: torch.dtype | None
     """The dtype of autocast, or None if it was off."""
 
@@ -115,16 +116,27 @@ class GivenBatches:
             ValueError: Their batches differ in structure or dtypes.
         """
         everyone = exchange_batches(self._replicas, [given.batch for given in self._own])
-        size = self._smallest([num_samples(batch) for row in everyone for batch in row])
+        pairs = list(zip(self._own, everyone, strict=True))
+        size = self._smallest([self._num_samples(g, batch) for g, row in pairs for batch in row])
         num = sum(map(len, everyone))
         # Errors come from the differences between parts.
         pieces = max(min(math.ceil(NUM_HELD_OUT_PARTS / max(num, 1)), size // MIN_PART_SIZE), 1)
         self._parts = [
             given._replace(batch=part)
-            for given, row in zip(self._own, everyone, strict=True)
+            for given, row in pairs
             for batch in row
-            for part in (split(batch, pieces) if pieces > 1 else [batch])
+            for part in (self._pieces(given, batch, pieces) if pieces > 1 else [batch])
         ]
+
+    def _num_samples(self, given: GivenBatch, batch: Any) -> int:
+        if records_calls(self._replicas):
+            return self._replicas.num_samples(given.loss_of, batch)
+        return num_samples(batch)
+
+    def _pieces(self, given: GivenBatch, batch: Any, num: int) -> list[Any]:
+        if records_calls(self._replicas):
+            return self._replicas.pieces(given.loss_of, batch, num)
+        return split(batch, num)
 
     def _smallest(self, sizes: list[int]) -> int:
         """The smallest size, also among the other parts of a replica."""
@@ -203,7 +215,8 @@ class GivenBatches:
             inside.enter_context(_restored(bare))
             inside.enter_context(equal_random_numbers(self._device, self._seed, place))
             inside.enter_context(cast)
-            return mean_of(given.loss_of(bare, *copy_of(given.batch))).to(self._device)
+            arguments, named = copy_of(given.batch)
+            return mean_of(given.loss_of(bare, *arguments, **named)).to(self._device)
 
     def _check_problems(self, problems: Sequence[str], *, alike: bool) -> None:
         """Tell all processes of a loss function that failed on one of them."""

@@ -1,4 +1,4 @@
-"""TrainingLoss: the mean loss of a cycle and its standard error, kept on the device.
+"""TrainingLoss: the mean loss of a cycle and its standard error, without waiting for the device.
 
 The standard error comes from the differences between successive losses. So a loss that falls
 steadily through the cycle does not look noisy. A loss that is not finite is left out if finite ones
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from hdet.tensors.dtensor import whole
 
-BATCH_SIZE = 64
+BATCH_SIZE = 1024
 """Losses are added in batches of this size: one by one, they would cost too many calls."""
+
+Observed = float | list[float] | Tensor
+"""A loss for each replica of this process: numbers that the host knows, or a tensor elsewhere."""
 
 
 class Totals(NamedTuple):
@@ -32,6 +35,15 @@ class Totals(NamedTuple):
     last_finite: Tensor
     last: Tensor
 
+    def plus(self, later: "Totals") -> "Totals":
+        """The totals of both; the last losses are the later ones."""
+        return later._replace(
+            sums=self.sums + later.sums,
+            weights=self.weights + later.weights,
+            num=self.num + later.num,
+            squared_differences=self.squared_differences + later.squared_differences,
+        )
+
 
 class TrainingLoss:
     """The losses that each replica of this process observed in the current cycle."""
@@ -40,13 +52,13 @@ class TrainingLoss:
         self._num_local = num_local
         self._device: torch.device | None = None
         """The device of the losses."""
-        self._first: Tensor | None = None
+        self._first: Observed | None = None
         self.clear()
 
     def clear(self) -> None:
         """Start a new cycle."""
         self._totals: Totals | None = None
-        self._waiting: list[Tensor] = []
+        self._waiting: list[Observed] = []
         """Losses of weight `_waiting_weight` that are not in the totals yet."""
         self._waiting_weight = 1.0
         self.num_observed = 0
@@ -56,7 +68,9 @@ class TrainingLoss:
         self._first = None
 
     def add(self, loss: Any, weight: float) -> None:
-        """Add one loss for each replica of this process. The host never waits for the device.
+        """Copy one loss for each replica of this process. The host never waits for the device.
+
+        A captured graph writes every loss into the same memory, and a loss holds on to its graph.
 
         Args:
             loss: A tensor with one number for each replica of this process, or a number.
@@ -66,29 +80,42 @@ class TrainingLoss:
             TypeError: `loss` is neither a tensor nor a number.
             ValueError: `weight` is not above 0, or `loss` has another number of elements.
         """
-        if not (math.isfinite(weight) and weight > 0):
+        if not 0 < weight < math.inf:
             raise ValueError(f"`weight` must be a finite number above 0, got {weight!r}.")
-        if not isinstance(loss, (Tensor, int, float)):
-            raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
-        given = loss if isinstance(loss, Tensor) else torch.as_tensor(loss)
-        if given.requires_grad:
-            given = given.detach()
-        # A copy: a captured graph writes every loss into the same memory.
-        values = whole(given).clone()
-        if values.numel() != self._num_local:
-            raise ValueError(
-                f"`loss` must hold {self._num_local} number(s), one for each replica of this "
-                f"process, got shape {tuple(values.shape)}."
-            )
+        values = self._copied(loss)
         if weight != self._waiting_weight:
             self._add_waiting()
             self._waiting_weight = weight
         self._waiting.append(values)
         if self._first is None:
-            self._first, self._device = values, values.device
+            self._first = values
+            self._device = values.device if isinstance(values, Tensor) else None
         self.num_observed += 1
         if len(self._waiting) == BATCH_SIZE:
             self._add_waiting()
+
+    def _copied(self, loss: Any) -> Observed:
+        """The values of a loss: numbers if it lies in host memory, where reading does not wait."""
+        if isinstance(loss, Tensor):
+            loss = whole(loss)
+            num, shape = loss.numel(), loss.shape
+        elif isinstance(loss, (float, int)):
+            num, shape = 1, ()
+        else:
+            raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
+        if num != self._num_local:
+            raise ValueError(
+                f"`loss` must hold {self._num_local} number(s), one for each replica of this "
+                f"process, got shape {tuple(shape)}."
+            )
+        if not isinstance(loss, Tensor):
+            return float(loss)
+        if not loss.is_cpu:
+            return loss.detach().clone()
+        if num == 1:
+            return float(loss.item())
+        values: list[float] = loss.detach().flatten().tolist()
+        return values
 
     def _add_waiting(self) -> None:
         self._totals, self._waiting = self._with_waiting(), []
@@ -98,34 +125,31 @@ class TrainingLoss:
         if not self._waiting:
             return self._totals
         losses = _exact(_rows(self._waiting))
-        zeros = torch.zeros_like(losses[0])
-        nothing = Totals(zeros, zeros, zeros, zeros, zeros + math.nan, zeros)
-        known = Totals(*(tensor.to(losses.device) for tensor in self._totals or nothing))
+        known, weight = self._totals, self._waiting_weight
         finite = losses.isfinite()
+        filled = torch.where(finite, losses, math.nan)
+        if known is not None:
+            known = Totals(*(tensor.to(losses.device) for tensor in known))
+            filled = torch.cat([known.last_finite[None], filled])
         # A loss that is not finite takes the value before it: the difference is 0.
-        filled = _fill_forward(torch.cat([known.last_finite[None], losses]))
-        squares = filled.diff(dim=0).nan_to_num(0.0).square_().sum(0)
-        num, weight = finite.sum(0), self._waiting_weight
-        return Totals(
-            known.sums + weight * torch.where(finite, filled[1:], 0.0).sum(0),
-            known.weights + weight * num,
-            known.num + num,
-            known.squared_differences + squares,
-            filled[-1],
-            losses[-1],
-        )
+        filled = _fill_forward(filled)
+        squares = (filled[1:] - filled[:-1]).nan_to_num_(0.0).square_().sum(0)
+        num = finite.sum(0)
+        sums = weight * torch.where(finite, filled[-len(losses) :], 0.0).sum(0)
+        added = Totals(sums, weight * num, num, squares, filled[-1], losses[-1])
+        return added if known is None else known.plus(added)
 
     def last(self) -> Tensor | None:
         """The last loss of each replica of this process; None without a loss in this cycle."""
         if self._waiting:
-            return _exact(self._waiting[-1].reshape(-1))
+            return _row(self._waiting[-1])
         return None if self._totals is None else self._totals.last
 
     def first(self) -> Tensor:
         """The first loss of each replica of this process, at the weights that it started with."""
         if self._first is None:
             return torch.full((self._num_local,), math.nan, dtype=torch.float64)
-        return _exact(self._first.reshape(-1))
+        return _row(self._first)
 
     def rows(self) -> Tensor:
         """One row for each replica of this process, with three columns.
@@ -150,12 +174,22 @@ def _fill_forward(rows: Tensor) -> Tensor:
     return rows.gather(0, torch.where(rows.isfinite(), places, 0).cummax(0).values)
 
 
-def _rows(losses: list[Tensor]) -> Tensor:
+def _rows(losses: list[Observed]) -> Tensor:
     """One row for each loss; their types, shapes and devices may differ."""
-    if len({(loss.shape, loss.dtype, loss.device) for loss in losses}) > 1:
-        device = losses[-1].device
-        losses = [_exact(loss.to(device).reshape(-1)) for loss in losses]
-    return torch.stack(losses).view(len(losses), -1)
+    tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+    if not tensors:
+        return torch.tensor(losses, dtype=torch.float64).view(len(losses), -1)
+    if len({(loss.shape, loss.dtype, loss.device) for loss in tensors}) > 1 or len(tensors) < len(
+        losses
+    ):
+        tensors = [_row(loss).to(tensors[-1].device) for loss in losses]
+    return torch.stack(tensors).view(len(losses), -1)
+
+
+def _row(loss: Observed) -> Tensor:
+    if isinstance(loss, Tensor):
+        return _exact(loss.reshape(-1))
+    return torch.tensor(loss, dtype=torch.float64).reshape(-1)
 
 
 def _exact(values: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """The hash of each tensor, on the device of the first. Small tensors are hashed together."""
-    device = tensors[0].device if tensors else torch.device("cpu")
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    device = tensors[0].device
     found: dict[int, Tensor] = {}
     for members in packed(tensors):
         if len(members) == 1:
@@ -24,8 +26,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
         else:
             prints = _together([flatten(tensors[member]) for member in members])
         found.update(zip(members, prints.to(device).unbind(), strict=True))
-    start = torch.zeros((), dtype=torch.int64, device=device)
-    return torch.stack([start, *(found[index] for index in range(len(tensors)))])[1:]
+    return torch.stack([found[index] for index in range(len(tensors))])
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

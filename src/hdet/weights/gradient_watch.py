@@ -20,21 +20,20 @@ class GradientWatch:
         self._first: dict[int, Tensor] = {}
         """Parameter (by its id) -> the norm of its gradient in the first step."""
 
-    @property
-    def has_started(self) -> bool:
-        """Whether the gradients of the first step are known."""
-        return bool(self._first)
+        self.is_due = True
+        """Whether the next step is the first one."""
 
     def start(self) -> None:
-        """Keep the norms of the present gradients."""
+        """Keep the norms of the present gradients. A loop may have cleared them already."""
         self._first = self._norms()
+        self.is_due = False
 
     def vanished(self) -> float | Tensor:
         """The share of tensors whose gradient has vanished; 0 where that is not known.
 
         A parameter without a gradient counts as known only if it has one now.
         """
-        now = self._norms()
+        now = self._norms() if self._first else {}
         known = [key for key in self._first if key in now]
         if not known:
             return 0.0

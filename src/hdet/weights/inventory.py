@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from hdet.tensors.buckets import flatten, packed
 from hdet.tensors.dtensor import check_initialised, layout, local, sharded_modules
+from hdet.tensors.joined_optimizer import members_of
+from hdet.weights.sample import evenly_spaced, rows_to_join
 
 
 class TensorKind(StrEnum):
@@ -26,9 +28,6 @@ WEIGHTS = (TensorKind.TRAINABLE, TensorKind.FROZEN, TensorKind.BUFFERS)
 """The tensors that the model computes with: all kinds but the optimizer state."""
 
 ALL_KINDS = tuple(TensorKind)
-
-SAMPLE_SIZE = 4096
-"""The distance between replicas is estimated from at least this many trainable elements."""
 
 Agreed = Mapping[TensorKind, list[bool]]
 """Kind -> for each of its tensors, or for all of them together: are all replicas equal in it?"""
@@ -72,6 +71,9 @@ class ReplicaTensors:
         self._buffer_slots = _slots(model, "_buffers")
         self._key: tuple[list[int], list[bool], list[int], list[int]] | None = None
         self._lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        self._has_shards = False
+        self._rows: list[list[Tensor]] | None = None
+        """The trainable tensors in rows that `sample` joins."""
         check_initialised(self.parameters())
         self.refresh()
 
@@ -81,9 +83,14 @@ class ReplicaTensors:
             module.reshard()  # whole parameters would not see what is written into shards
         parameters = self._all_parameters()
         buffers = _present(self._buffer_slots)
-        everything = [*map(local, parameters), *map(local, buffers)]
+        everything = [*parameters, *buffers]
+        ids = [*map(id, everything)]
+        if self._key is None or ids != self._key[0]:
+            self._has_shards = any(local(tensor) is not tensor for tensor in everything)
+        if self._has_shards:  # most models have none, and many tensors
+            everything = [*map(local, everything)]
         key = (
-            [*map(id, parameters), *map(id, buffers)],
+            ids,
             [tensor.requires_grad for tensor in parameters],
             # `tensor.data = ...` moves a tensor under its name, or cuts it.
             [*map(Tensor.data_ptr, everything)],
@@ -104,6 +111,7 @@ class ReplicaTensors:
             """Index among all parameters, and size, of each trainable one; equal on all replicas,
             since it does not depend on addresses."""
             self._lists.clear()
+            self._rows = None
 
     def _all_parameters(self) -> list[Tensor]:
         """The parameters of the model, then of the optimizer, with repetitions."""
@@ -122,9 +130,13 @@ class ReplicaTensors:
 
     def optimized(self) -> list[Tensor]:
         """The trainable parameters of the optimizer; others may keep stale gradients."""
-        groups = self.optimizer.param_groups
-        trainable = [p for group in groups for p in group["params"] if p.requires_grad]
-        return _once(p for p in trainable if id(p) not in self._unreplicated)
+        key = ("optimized",)
+        if key not in self._lists:
+            groups = self.optimizer.param_groups
+            trainable = [p for group in groups for p in group["params"] if p.requires_grad]
+            once = _once(p for p in trainable if id(p) not in self._unreplicated)
+            self._lists[key] = (once, [])
+        return self._lists[key][0]
 
     @property
     def has_unreplicated(self) -> bool:
@@ -183,13 +195,9 @@ class ReplicaTensors:
 
     def sample(self) -> Tensor:
         """Evenly spaced elements of the trainable parameters, in their order."""
-        key = ("sample",)
-        if key not in self._lists:
-            self._lists[key] = (_every(self._tensors[TensorKind.TRAINABLE], SAMPLE_SIZE), [])
-        views = self._lists[key][0]
-        if len({(view.dtype, view.device) for view in views}) > 1:
-            views = [view.to(device=views[0].device, dtype=torch.float64) for view in views]
-        return torch.cat(views) if views else torch.zeros(0)
+        if self._rows is None:
+            self._rows = rows_to_join(self._tensors[TensorKind.TRAINABLE])
+        return evenly_spaced(self._rows)
 
     def state_numel(self) -> int:
         """The size of the optimizer state: replicas can average it only where sizes are equal."""
@@ -266,27 +274,22 @@ class ReplicaTensors:
                 "the model is sharded on."
             )
 
+    def clear_state(self) -> None:
+        """Clear the optimizer state, as if the optimizer were new."""
+        for optimizer in members_of(self.optimizer):
+            optimizer.state.clear()
+
     def _state(self) -> list[tuple[str, Tensor]]:
         return [
             (key, local(state[key]))
-            for group in self.optimizer.param_groups
+            for optimizer in members_of(self.optimizer)
+            for group in optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) not in self._unreplicated
-            for state in [self.optimizer.state.get(parameter, {})]
+            for state in [optimizer.state.get(parameter, {})]
             for key in sorted(state)
             if isinstance(state[key], Tensor)
         ]
-
-
-def _every(tensors: Sequence[Tensor], least: int) -> list[Tensor]:
-    """Views of evenly spaced elements of all tensors together, at least `least` if there are."""
-    stride = max(sum(tensor.numel() for tensor in tensors) // least, 1)
-    views, start = [], stride // 2
-    for flat in map(flatten, tensors):
-        if start < flat.numel():
-            views.append(flat[start::stride])
-        start = (start - flat.numel()) % stride
-    return views
 
 
 def _slots(model: nn.Module | None, kind: str) -> list[TensorSlot]:

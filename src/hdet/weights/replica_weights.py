@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hdet.replicas.protocol import Replicas
@@ -12,6 +13,7 @@ from hdet.weights.averaging import Averager
 from hdet.weights.checks import WeightChecks
 from hdet.weights.gradient_watch import GradientWatch
 from hdet.weights.inventory import ReplicaTensors, TensorKind, refresh_all
+from hdet.weights.loss_scale import LossScale
 from hdet.weights.outer_optimizer import OptimizerFactory
 from hdet.weights.snapshot import (
     Snapshot,
@@ -32,6 +34,7 @@ class ReplicaWeights:
         checks: Reads whether tensors are finite, equal, or how far apart.
         tail: The mean of the weights over the last steps of a cycle.
         gradient_watch: Tells whether gradients have vanished.
+        loss_scale: The loss scale of mixed precision.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class ReplicaWeights:
         replicas: Replicas,
         outer: OptimizerFactory | None = None,
         compress: str | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self._replicas = replicas
         pairs = zip(replicas.optimizers(optimizer), replicas.modules(model), strict=True)
@@ -49,6 +53,7 @@ class ReplicaWeights:
         self.checks = WeightChecks(replicas, self._local)
         self.tail = TailAverage(self._local)
         self.gradient_watch = GradientWatch(self._local)
+        self.loss_scale = LossScale(scaler, replicas)
 
     @property
     def has_unreplicated(self) -> bool:
@@ -85,13 +90,15 @@ class ReplicaWeights:
         """
         self.refresh()
         outer = self.averager.outer
-        return take_snapshot(self._local, outer, offload=offload, equal=equal)
+        taken = take_snapshot(self._local, outer, offload=offload, equal=equal)
+        return taken._replace(loss_scale=self.loss_scale.state())
 
     def restore_(self, snapshot: Snapshot, *, random_state: bool = True) -> None:
         """Restore a snapshot, with `random_state` also the random numbers that come next."""
         self.refresh()
         self.averager.clear_error_feedback()
         restore_snapshot(snapshot, self._local, self.averager.outer, random_state=random_state)
+        self.loss_scale.restore(snapshot.loss_scale)
 
     @contextmanager
     def at_snapshot(self, snapshot: Snapshot) -> Iterator[None]:
@@ -147,7 +154,7 @@ class ReplicaWeights:
         if len(set(sizes_of_replicas)) > 1:
             for replica, tensors in zip(self._replicas.local, self._local, strict=True):
                 if replica in targets:
-                    tensors.optimizer.state.clear()
+                    tensors.clear_state()
             return 0
         states = [tensors.of_kind(TensorKind.OPTIMIZER_STATE) for tensors in self._local]
         return self._replicas.copy_(states, source, targets)
@@ -155,4 +162,4 @@ class ReplicaWeights:
     def reset_state_(self) -> None:
         """Clear the optimizers' states, as if the optimizers were new."""
         for tensors in self._local:
-            tensors.optimizer.state.clear()
+            tensors.clear_state()

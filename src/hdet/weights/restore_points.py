@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -58,6 +58,7 @@ class StartPoint(RestorePoint):
     ) -> None:
         super().__init__(weights, offload=offload)
         self._is_final = False
+        self._random_states: dict[str, Tensor] | None = None
         self.take()
         self._hooks = self._add_hooks(optimizer, model)
 
@@ -66,6 +67,11 @@ class StartPoint(RestorePoint):
         """The snapshot before the first step. Before that step it is taken anew at each access."""
         self._update()
         return super().snapshot
+
+    def keep_random_state(self) -> None:
+        """Start with the random numbers of now, not with those of the first step."""
+        self.take()
+        self._random_states = super().snapshot.random_states
 
     def finalize(self) -> None:
         """Take the snapshot a last time: a step follows, or was attempted."""
@@ -86,7 +92,8 @@ class StartPoint(RestorePoint):
         now = super().snapshot
         if now.has_weights_of(before):
             # The first forward pass has changed buffers already: keep those from before it.
-            self._snapshot = now._replace(buffers=before.buffers)
+            states = self._random_states or now.random_states
+            self._snapshot = now._replace(buffers=before.buffers, random_states=states)
 
     def _take_loaded(self) -> None:
         """Take the snapshot of a checkpoint that was loaded, with its buffers."""

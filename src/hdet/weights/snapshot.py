@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.tensors.dtensor import Layout, layout, local
+from hdet.tensors.joined_optimizer import members_of
 from hdet.tensors.ops import are_equal, copies, copy_all
 from hdet.tensors.optimizers import inner_optimizers
 from hdet.weights.inventory import ReplicaTensors
@@ -37,6 +38,8 @@ class Snapshot(NamedTuple):
     """Device -> state of its random number generator; replicas share them."""
     outer: dict[Any, Any] | None = None
     """The state of the outer optimizer."""
+    loss_scale: Mapping[str, Any] | None = None
+    """The state of the user's GradScaler."""
 
     @property
     def model(self) -> ModelCopy:
@@ -86,7 +89,7 @@ def take_snapshot(
         offload: Whether the copy lies in host memory.
         equal: Whether replicas have the same weights and buffers: then one copy is taken.
     """
-    optimizers = [tensors.optimizer for tensors in local_tensors]
+    optimizers = _optimizers(local_tensors)
     owners = _owners_of_states(optimizers)
     everyone = owners + ([] if outer is None else [outer])
     states = _copy_states([owner.state for owner in everyone], offload=offload)
@@ -113,7 +116,7 @@ def restore_snapshot(
     """
     write_model(snapshot.model, local_tensors)
     *states, outer_state = _copy_states([*snapshot.states, snapshot.outer or {}])
-    optimizers = [tensors.optimizer for tensors in local_tensors]
+    optimizers = _optimizers(local_tensors)
     for owner, kept in zip(_owners_of_states(optimizers), states, strict=False):
         owner.state.clear()
         owner.state.update(kept)
@@ -128,6 +131,11 @@ def restore_snapshot(
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, device)
+
+
+def _optimizers(local_tensors: Sequence[ReplicaTensors]) -> list[Optimizer]:
+    """Each optimizer of each replica: every one has a state under keys of its own."""
+    return [one for tensors in local_tensors for one in members_of(tensors.optimizer)]
 
 
 def _owners_of_states(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -525,7 +525,7 @@ def test_recorded_calls_hold_no_autograd_graph() -> None:
     for step in range(KEPT):
         ensemble.losses(loss_of, encoder(global_batch(step)))
         held.end_step()
-    (x,) = held._steps[0][0].parts
+    ((x,), _) = held._steps[0][0].parts
     assert x.grad_fn is None
     assert x.requires_grad
     assert held.rows(NUM_HELD_OUT_PARTS)[:, :NUM_HELD_OUT_PARTS].isfinite().all()

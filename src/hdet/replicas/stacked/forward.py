@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 from hdet._messages import warn
 from hdet.knobs.dial import running
+from hdet.replicas.stacked.batch_dims import Batch, is_split
+from hdet.replicas.stacked.clipping import GradientCheck
 from hdet.replicas.stacked.cuda_graphs import CapturedGraphs
 from hdet.replicas.stacked.gradients import OwnGradients, SharedGradient, SharedGradients
 from hdet.replicas.stacked.graph_cache import GraphCache, batch_key, without_autocast_cache
@@ -25,7 +27,6 @@ from hdet.replicas.stacked.recorded_calls import (
     LossFunction,
     RecordedCall,
     copied,
-    is_split,
 )
 from hdet.replicas.stacked.vmap_compat import VmapCompat, safe_attention
 
@@ -61,24 +62,25 @@ class Forward:
         """Gets every call of training as long as it lives."""
         self.stack = stack
         self.graphs = GraphCache(stack.device.type)
+        self.gradient_check = GradientCheck(stack.modules)
 
     @property
     def num_replicas(self) -> int:
         return len(self.stack)
 
-    def losses(self, function: LossFunction, parts: Any) -> Tensor:
+    def losses(self, function: LossFunction, parts: Batch) -> Tensor:
         """The loss of every replica, [N], each on its part of the batch."""
         recorder = None if self.call_recorder is None else self.call_recorder()
         if recorder is None or not self._is_training():
-            return self._losses(function, parts)
+            return self._watched_losses(function, parts)
         # Copies: a loop may reuse the memory of its batch, and a loss may write into it.
         kept, flags = tree_map(copied, parts), tuple(self.stack.flags()[0])
-        losses = self._losses(function, parts)
+        losses = self._watched_losses(function, parts)
         dtype = self._autocast_dtype()
         recorder.record(RecordedCall(function, kept, losses.detach().clone(), dtype, flags))
         return losses
 
-    def repeat(self, call: RecordedCall, parts: Any) -> Tensor:
+    def repeat(self, call: RecordedCall, parts: Batch) -> Tensor:
         """The losses of a recorded call on other parts, computed the same way.
 
         Compiled and captured code is used again, and gradients are enabled for losses that need
@@ -113,7 +115,13 @@ class Forward:
         """Restore the random state at the end: what is drawn inside is drawn again after it."""
         return self.stack.restored_random_state()
 
-    def _losses(self, function: LossFunction, parts: Any) -> Tensor:
+    def _watched_losses(self, function: LossFunction, parts: Batch) -> Tensor:
+        losses = self._losses(function, parts)
+        if not self.shares_gradients:
+            self.gradient_check.watch(losses)
+        return losses
+
+    def _losses(self, function: LossFunction, parts: Batch) -> Tensor:
         # In a loop every module keeps its own buffers.
         self.stack.check_tensors(with_buffers=self.mode == "vmap")
         self.follow_model()
@@ -140,7 +148,7 @@ class Forward:
 
     # Mode ------------------------------------------------------------------------------------
 
-    def _choose_mode(self, function: LossFunction, parts: Any) -> str:
+    def _choose_mode(self, function: LossFunction, parts: Batch) -> str:
         """Choose vmap where torch can and it is fast: grouped convolutions on CUDA are slow."""
         modules = self.stack.model.modules()
         has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in modules)
@@ -164,16 +172,16 @@ class Forward:
         )
         return "loop"
 
-    def _rebinds_buffers(self, function: LossFunction, parts: Any) -> bool:
+    def _rebinds_buffers(self, function: LossFunction, parts: Batch) -> bool:
         """Whether the forward replaces buffers instead of changing them: vmap would lose them."""
         module = copy.deepcopy(self.stack.model)
         before = {name: id(buffer) for name, buffer in module.named_buffers()}
         part = tree_map(lambda value: value[0] if is_split(value) else value, parts)
         with self._undone(), torch.no_grad():
-            function(Replica(module, ()), *part)
+            function(Replica(module, ()), *part.arguments, **part.named)
         return before != {name: id(buffer) for name, buffer in module.named_buffers()}
 
-    def _rehearse(self, function: LossFunction, parts: Any) -> None:
+    def _rehearse(self, function: LossFunction, parts: Batch) -> None:
         """Run forward and backward once, without keeping the gradients."""
         leaves = self._leaves()
         losses = self._run(function, parts, leaves)
@@ -192,14 +200,14 @@ class Forward:
 
     # Running ---------------------------------------------------------------------------------
 
-    def _capture(self, function: LossFunction, parts: Any) -> CapturedGraphs:
+    def _capture(self, function: LossFunction, parts: Batch) -> CapturedGraphs:
         if torch.is_autocast_enabled(self.stack.device.type):
             # A cast that autocast has cached before would be missing in the replay.
             torch.clear_autocast_cache()
         with self._undone(), without_autocast_cache():
             return CapturedGraphs(partial(self._run, function), self._leaves(), parts)
 
-    def _run(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
+    def _run(self, function: LossFunction, parts: Batch, leaves: Sequence[Tensor]) -> Tensor:
         run = self._vmap if self.mode == "vmap" else self._loop
         if not self.graphs.compiles:
             return run(function, parts, leaves)
@@ -214,7 +222,7 @@ class Forward:
         others = () if self.shares_gradients else self.stack.copied_parameters
         return [*self.stack.model.parameters(), *chain.from_iterable(others)]
 
-    def _vmap(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
+    def _vmap(self, function: LossFunction, parts: Batch, leaves: Sequence[Tensor]) -> Tensor:
         stack, shared = self.stack, {}
         weights, names = stack.weights, list(stack.weights)
         if self.shares_gradients:
@@ -235,7 +243,7 @@ class Forward:
             )
         return losses
 
-    def _loop(self, function: LossFunction, parts: Any, leaves: Sequence[Tensor]) -> Tensor:
+    def _loop(self, function: LossFunction, parts: Batch, leaves: Sequence[Tensor]) -> Tensor:
         stack, run = self.stack, self.graphs.compiled(_single_loss)
         weights = self._weights_of_each(leaves)
         branches = self.graphs.branches(len(stack))
@@ -269,11 +277,11 @@ def _single_loss(
     module: nn.Module,
     tensors: tuple[Tensors, Tensors],
     replica: Tensor,
-    part: Any,
+    part: Batch,
 ) -> Tensor:
     """The loss of one replica on its part of the batch."""
     with running(replica):
-        return _checked_loss(function(Replica(module, tensors), *part))
+        return _checked_loss(function(Replica(module, tensors), *part.arguments, **part.named))
 
 
 def _checked_loss(loss: Any) -> Tensor:
@@ -289,7 +297,7 @@ def _vmapped_losses(
     module: nn.Module,
     leaves: Tensors,
     stacks: tuple[Tensors, Tensors, Tensor],
-    parts: Any,
+    parts: Batch,
     device_type: str,
 ) -> Tensor:
     """The losses of all replicas at once. With `leaves`, these get the mean gradients."""
@@ -297,9 +305,10 @@ def _vmapped_losses(
     if leaves:
         weights = {name: SharedGradient.apply(leaves[name], weights[name]) for name in weights}
 
-    def one(weights: Tensors, buffers: Tensors, replica: Tensor, part: Any) -> Tensor:
+    def one(weights: Tensors, buffers: Tensors, replica: Tensor, part: Batch) -> Tensor:
         with VmapCompat(device_type), running(replica):
-            return _checked_loss(function(Replica(module, (weights, buffers)), *part))
+            model = Replica(module, (weights, buffers))
+            return _checked_loss(function(model, *part.arguments, **part.named))
 
     dims = tree_map(lambda value: 0 if is_split(value) else None, parts)
     run = vmap(one, in_dims=(0, 0, 0, dims), randomness="different")

@@ -53,7 +53,8 @@ class OwnGradients(torch.autograd.Function):
         num_replicas = (len(ctx.needs_input_grad) - 1) // ctx.num - 1
         missing = (None,) * num_replicas
         own = _own_memory([_laid_out(*pair) for pair in zip(gradients, ctx.strides, strict=True)])
-        columns = [missing if g is None else g.unbind() for g in own]
+        # `data`: each slice has a version of its own, so that a change of one of them is seen.
+        columns = [missing if g is None else [row.data for row in g.unbind()] for g in own]
         return None, *([None] * ctx.num), *chain.from_iterable(zip(*columns, strict=True))
 
 

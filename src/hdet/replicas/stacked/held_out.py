@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hdet.replicas.stacked.batch_dims import is_split
 from hdet.replicas.stacked.forward import Forward
-from hdet.replicas.stacked.recorded_calls import RecordedCall, copied, is_split
+from hdet.replicas.stacked.recorded_calls import RecordedCall, copied
 from hdet.tensors.ops import are_finite
 from hdet.tensors.score_rows import NUM_BATCH_WORDS, pad_scores
 

@@ -1,6 +1,7 @@
 """The collectives of replicas that all live in this process."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ class LocalReplicas:
     def __init__(self, num: int) -> None:
         self.size = num
         self.local = range(num)
+
+    def collective_call(self, name: str, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def unreplicated(self, named: Mapping[str, Tensor]) -> Collection[str]:
         return ()

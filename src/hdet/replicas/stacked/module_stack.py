@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.replicas.stacked.rows import stack_rows
+from hdet.tensors.dtensor import check_initialised
 from hdet.tensors.ops import copies, copy_all
 
 Tensors = dict[str, Tensor]
@@ -108,3 +109,30 @@ class ModuleStack:
         return [
             (p._buffers, name) for p in parts for name, b in p._buffers.items() if b is not None
         ]
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a module."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise a TypeError or a ValueError if a model cannot be stacked."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {model!r}.")
+    if not any(True for _ in model.parameters()):
+        raise ValueError("`model` must have parameters, got none.")
+    kind = type(model).__name__
+    if kind == "OptimizedModule":
+        raise ValueError(
+            "`model` must be the module itself, got a compiled one: call `compile()` on the "
+            "replicas instead."
+        )
+    if kind in ("DistributedDataParallel", "DataParallel"):
+        raise ValueError(f"`model` must be the module itself, got it wrapped in {kind}.")
+    check_initialised(dict(model.named_parameters()))
+    devices = {tensor.device for tensor in tensors_of(model)}
+    if len(devices) > 1:
+        raise ValueError(
+            f"`model` must lie on one device, got {sorted(str(device) for device in devices)}."
+        )

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas.protocol import EngineOptimizer
+from hdet.replicas.stacked.clipping import clip_each
+from hdet.replicas.stacked.equal_step import EqualStep, own_attributes
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.shared_step import (
     SharedStep,
@@ -16,6 +19,7 @@ from hdet.replicas.stacked.shared_step import (
     parameters_of,
     unshare_state,
 )
+from hdet.tensors.ops import copies, copy_all
 
 
 class StackedOptimizer(EngineOptimizer):
@@ -34,17 +38,20 @@ class StackedOptimizer(EngineOptimizer):
     def __init__(
         self, each: Sequence[Optimizer], modules: Sequence[nn.Module], forward: Forward
     ) -> None:
+        _check_groups(each, modules)
         self.each = list(each)
         self.steered: set[str] = set()
         """The entries of parameter groups that hdet writes for each replica, such as "lr"."""
         self._forward = forward
-        _check_groups(self.each, modules)
         groups = [
             {**same[0], "params": [p for group in same for p in group["params"]]}
             for same in zip(*(optimizer.param_groups for optimizer in each), strict=True)
         ]
         super().__init__(groups, dict(each[0].defaults))
         self._shared: SharedStep | None = None
+        self._equal = EqualStep(self.each)
+        self._progress: list[dict[str, Any]] = [{} for _ in groups]
+        """What the optimizer itself writes into each group, such as a counter of its steps."""
         self._in_proportion: bool | None = None
         self._tested_settings: list[dict[str, Any]] = []
 
@@ -54,27 +61,63 @@ class StackedOptimizer(EngineOptimizer):
         self._follow_settings()
         self._forward.follow_model()
         if not self._forward.shares_gradients:
+            self._forward.gradient_check.check()
             unshare_state(self.each)
             for optimizer in self.each:
                 optimizer.step()
+            self._equal.forget()
         elif self._can_step_together():
             self._check_sharing()
             if self._shared is None:
                 self._shared = SharedStep(self.each)
             self._shared.step()
+        elif self._equal.applies():
+            self._check_sharing()
+            self._equal.step()
+            self._equal.note_step(equal=True)
         else:
             self._step_one_by_one()
+            self._equal.note_step(equal=False)
+        self._note_progress()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.each:
             optimizer.zero_grad(set_to_none)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradient of every replica by its own norm. Returns the norms before, [N]."""
         clipped = self.each[:1] if self._forward.shares_gradients else self.each
-        norms = [nn.utils.clip_grad_norm_(parameters_of(one), max_norm) for one in clipped]
+        norms = clip_each(map(parameters_of, clipped), nn.utils.clip_grad_norm_, max_norm)
         return torch.stack(norms).expand(len(self.each))
+
+    def __getattr__(self, name: str) -> Any:
+        """Give what the optimizers of the replicas have beside torch's interface.
+
+        A method such as `eval()` of Schedule-Free is called on all of them. Its result is that of
+        the first replica, and so is the value of an attribute.
+        """
+        each: list[Optimizer] = self.__dict__.get("each", [])
+        is_hidden = name.startswith("_") or name == "optimizer"  # the one inside of a wrapper
+        if is_hidden or not each or not hasattr(each[0], name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(each[0], name)
+        return partial(self._call_each, name) if callable(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        each: list[Optimizer] = self.__dict__.get("each", [])
+        if name not in self.__dict__ and each and name in own_attributes(each[0]):
+            for optimizer in each:
+                setattr(optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _call_each(self, name: str, /, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the optimizer of every replica. Returns what the first one returns."""
+        self._follow_settings()
+        unshare_state(self.each)
+        results = [getattr(optimizer, name)(*arguments, **named) for optimizer in self.each]
+        self._note_progress()
+        return results[0]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_shared"):  # the constructor adds groups before this attribute exists
@@ -89,7 +132,7 @@ class StackedOptimizer(EngineOptimizer):
         state = self.each[replica].state_dict()
         for optimizer in self.each:
             if optimizer is not self.each[replica]:
-                own = [{key: group[key] for key in keys} for group in optimizer.param_groups]
+                own = [{k: g[k] for k in keys & g.keys()} for g in optimizer.param_groups]
                 optimizer.load_state_dict(copy.deepcopy(state))
                 for group, kept in zip(optimizer.param_groups, own, strict=True):
                     group.update(kept)
@@ -108,11 +151,28 @@ class StackedOptimizer(EngineOptimizer):
             hook(self)
 
     def _follow_settings(self) -> None:
-        """Copy settings such as momentum, which a loop or a schedule sets here, to all replicas."""
+        """Copy settings such as momentum, which a loop or a schedule sets here, to all replicas.
+
+        What the optimizer itself writes stays, unless the loop sets it anew.
+        """
         kept = {"params", *self.steered}
-        for optimizer in self.each:
-            for mine, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
-                theirs.update({k: v for k, v in mine.items() if k not in kept})
+        for index, (mine, own) in enumerate(zip(self.param_groups, self._progress, strict=True)):
+            given = {
+                key: value
+                for key, value in mine.items()
+                if key not in kept and not (key in own and own[key] is value)
+            }
+            for optimizer in self.each:
+                optimizer.param_groups[index].update(given)
+
+    def _note_progress(self) -> None:
+        """Show here what the optimizer of the first replica has written into its groups."""
+        kept = {"params", *self.steered}
+        groups = zip(self.param_groups, self.each[0].param_groups, self._progress, strict=True)
+        for mine, first, progress in groups:
+            for key, value in first.items():
+                if key not in kept and mine.get(key) is not value:
+                    mine[key] = progress[key] = value
 
     def _can_step_together(self) -> bool:
         """Whether one step serves all replicas.
@@ -137,8 +197,12 @@ class StackedOptimizer(EngineOptimizer):
         unshare_state(self.each)
         first = parameters_of(self.each[0])
         shared = [own.grad for own in first]
+        used = [gradient for gradient in shared if gradient is not None]
+        kept = copies(used)
         for optimizer in self.each:
             mine = parameters_of(optimizer)
+            if optimizer is not self.each[0]:  # some optimizers compute in the memory of gradients
+                copy_all(used, kept)
             for own, gradient in zip(mine, shared, strict=True):
                 own.grad = gradient  # a hook may have clipped the previous one
             optimizer.step()

@@ -6,15 +6,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hdet.replicas.stacked.batch_dims import Batch
+
 LossFunction = Callable[..., Tensor]
-"""(model, *batch) -> the loss of one replica on its part of the batch."""
+"""(model, *batch, **named) -> the loss of one replica on its part of the batch."""
 
 
 class RecordedCall(NamedTuple):
     """One call for the losses of all replicas."""
 
     function: LossFunction
-    parts: Any
+    parts: Batch
     """A copy of the batch, split into the parts of the replicas."""
     losses: Tensor
     autocast_dtype: torch.dtype | None
@@ -27,11 +29,6 @@ class CallRecorder(Protocol):
     """An object that gets every call of the training loop."""
 
     def record(self, call: RecordedCall) -> None: ...
-
-
-def is_split(value: Any) -> bool:
-    """Whether each replica gets its own part of a value. Scalars go to all replicas."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def copied(value: Any) -> Any:

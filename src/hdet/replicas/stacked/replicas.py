@@ -2,25 +2,28 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from hdet._validation import check_choice, check_integer
 from hdet.knobs.dial import remember_copies, sharing_dials
+from hdet.knobs.layers import restore_dropout
 from hdet.replicas.protocol import Capabilities, HeldOutBatches
+from hdet.replicas.stacked.batch_dims import Batch, BatchDims
+from hdet.replicas.stacked.clipping import clip_each
 from hdet.replicas.stacked.forward import Forward
 from hdet.replicas.stacked.held_out import RecordedBatches
 from hdet.replicas.stacked.local_replicas import LocalReplicas
-from hdet.replicas.stacked.module_stack import ModuleStack
+from hdet.replicas.stacked.module_stack import ModuleStack, check_model, tensors_of
 from hdet.replicas.stacked.optimizer import StackedOptimizer, copy_for_module
+from hdet.replicas.stacked.plain_module import add_hooks, plain_copy
 from hdet.replicas.stacked.recorded_calls import LossFunction
 from hdet.replicas.stacked.rows import copy_rows_, mean_of_rows
-from hdet.tensors.dtensor import check_initialised
+from hdet.tensors.joined_optimizer import JoinedOptimizer, kinds_of, members_of
 
 
 class StackedReplicas(LocalReplicas):
@@ -34,9 +37,13 @@ class StackedReplicas(LocalReplicas):
         num: The number of replicas.
         mode: How the replicas are run: "vmap" all at once, "loop" one after another. With "auto"
             the first batch of training decides: vmap where torch can run the model with it.
+        batch_dim: The dimension of a batch that counts the samples. For arguments that differ, a
+            tuple in the order of the arguments or a mapping from their names. An entry is an
+            integer, None for an argument that all replicas get whole, or a container of these.
 
     Raises:
-        TypeError: `model` is no module, or `num` is no integer.
+        TypeError: `model` is no module, `num` is no integer, or `batch_dim` holds something else
+            than integers and None.
         ValueError: `num` is less than 1, `mode` is unknown, or the model has no parameters, lies on
             several devices, is lazy, wrapped or compiled.
 
@@ -54,20 +61,27 @@ class StackedReplicas(LocalReplicas):
     capabilities = Capabilities(records_calls=True, has_own_optimizer=True)
 
     def __init__(
-        self, model: nn.Module, num: int, *, mode: Literal["auto", "vmap", "loop"] = "auto"
+        self,
+        model: nn.Module,
+        num: int,
+        *,
+        mode: Literal["auto", "vmap", "loop"] = "auto",
+        batch_dim: Any = 0,
     ) -> None:
         check_integer("num", num, at_least=1)
         check_choice("mode", mode, ("auto", "vmap", "loop"))
-        _check_model(model)
+        self._batch_dims = BatchDims(batch_dim)
+        check_model(model)
         super().__init__(num)
         with sharing_dials():
             self._modules = [model, *(copy.deepcopy(model) for _ in range(num - 1))]
         if num > 1:
             remember_copies(model)
         self._forward = Forward(ModuleStack(self._modules), mode)
-        self._optimizer: StackedOptimizer | None = None
-        model.register_load_state_dict_post_hook(_LoadIntoAll(self))
-        model.register_state_dict_post_hook(_save_one)
+        self._optimizers: weakref.WeakSet[StackedOptimizer] = weakref.WeakSet()
+        """Those that `optimizer()` made and the user keeps: one for each of the model's."""
+        this = weakref.ref(self)  # the hook must not keep the replicas alive
+        add_hooks(model, lambda: None if (ensemble := this()) is None else ensemble._copy_first())
 
     @property
     def mode(self) -> str:
@@ -76,31 +90,36 @@ class StackedReplicas(LocalReplicas):
 
     # What a training loop calls ------------------------------------------------------------
 
-    def losses(self, function: LossFunction, *batch: Any) -> Tensor:
+    def losses(self, function: LossFunction, /, *batch: Any, **named: Any) -> Tensor:
         """The loss of every replica, [N], each on its own part of the global batch.
 
         Call `losses.sum().backward()` afterwards. With shared gradients the parameters of the model
         then hold the mean over the replicas, as they do under DDP.
 
         Args:
-            function: `function(model, *part)` returns a scalar loss. It gets a model to call, and
-                one N-th of every tensor of the batch.
-            batch: Tensors, or tuples, lists and dicts of them. Their first dimension is split.
+            function: `function(model, *part, **named_part)` returns a scalar loss. It gets a model
+                to call, and one N-th of every tensor of the batch.
+            batch: Tensors, or tuples, lists and dicts of them. They are split along `batch_dim`,
+                the first dimension by default. Numbers and other values go to all replicas.
+            named: More of the batch, for keyword arguments of `function`.
 
         Returns:
             A tensor with one loss for each replica.
 
         Raises:
             TypeError: The batch has something else than tensors, or `function` returns no tensor.
-            ValueError: The batch does not split evenly, or the loss is no scalar.
+            ValueError: The batch does not split evenly, its tensors have different numbers of
+                samples, or the loss is no scalar.
             RuntimeError: A tensor of the model was replaced after `StackedReplicas` was made.
         """
-        return self._forward.losses(function, tree_map(self._split, batch))
+        parts = self._batch_dims.split(function, Batch(batch, named), self.size)
+        return self._forward.losses(function, parts)
 
     def optimizer(self, one: Optimizer | Callable[[nn.Module], Optimizer]) -> StackedOptimizer:
         """One optimizer that steps all replicas.
 
-        Parameter groups, their names and their settings stay as they are.
+        Parameter groups, their names and their settings stay as they are. A model with several
+        optimizers needs a call for each.
 
         Args:
             one: An optimizer of the model, which is copied for each replica. For an optimizer that
@@ -123,8 +142,68 @@ class StackedReplicas(LocalReplicas):
                 "`one` must be an optimizer of the model or a function that makes one, "
                 f"got {one!r}."
             )
-        self._optimizer = StackedOptimizer(each, self._modules, self._forward)
-        return self._optimizer
+        stacked = StackedOptimizer(each, self._modules, self._forward)
+        self._optimizers.add(stacked)
+        return stacked
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradient of every replica by its own norm, after the backward.
+
+        It replaces `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, which would
+        reach the first replica only while each has its own gradients, as in a scout. With shared
+        gradients there is one gradient for all, and both do the same.
+
+        Args:
+            max_norm: The highest norm.
+            norm_type: The kind of the norm, as in torch.
+            error_if_nonfinite: Raise an error if a norm is not finite.
+            foreach: Whether torch uses its fast implementation; None lets torch choose.
+
+        Returns:
+            The norms before, one for each replica.
+
+        Raises:
+            RuntimeError: A norm is not finite, and `error_if_nonfinite` is True.
+
+        Example:
+            >>> model = nn.Linear(1, 1)
+            >>> ensemble = StackedReplicas(model, 2)
+            >>> losses = ensemble.losses(lambda model, x: model(x).sum(), 3 * torch.ones(2, 1))
+            >>> losses.sum().backward()
+            >>> ensemble.clip_grad_norm_(1.0)
+            tensor([3.1623, 3.1623])
+        """
+        norms = clip_each(
+            self._gradient_rows(),
+            nn.utils.clip_grad_norm_,
+            max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+        return torch.stack(norms).expand(self.size)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clip every element of the gradients of all replicas.
+
+        It replaces `torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)`.
+
+        Args:
+            clip_value: The largest absolute value.
+            foreach: Whether torch uses its fast implementation; None lets torch choose.
+        """
+        clip_each(self._gradient_rows(), nn.utils.clip_grad_value_, clip_value, foreach=foreach)
+
+    def _gradient_rows(self) -> list[list[Tensor]]:
+        """The parameters of each replica that has gradients of its own."""
+        used = self._modules[:1] if self._forward.shares_gradients else self._modules
+        return [list(module.parameters()) for module in used]
 
     def compile(self, **options: Any) -> None:
         """Compile the replicas' forward and backward.
@@ -143,12 +222,32 @@ class StackedReplicas(LocalReplicas):
         Returns:
             A copy of the model that shares no memory with the replicas.
         """
-        module = copy.deepcopy(self._modules[0])
-        for part in module.modules():  # a copy of a slice would keep the memory of its stack
-            part._buffers.update({n: b.clone() for n, b in part._buffers.items() if b is not None})
-        rows = [_tensors(replica) for replica in self._modules]
+        module = plain_copy(self._modules[0])
+        rows = [tensors_of(replica) for replica in self._modules]
         with torch.no_grad():
-            copy_rows_([_tensors(module)], mean_of_rows(rows, self.local))
+            copy_rows_([tensors_of(module)], mean_of_rows(rows, self.local))
+        return module
+
+    def unwrap(self) -> nn.Module:
+        """Make the trained model: the mean of the replicas' weights, without anything of hdet.
+
+        Unlike `consensus()`, it also gives dropout layers with a knob the class of torch again. So
+        `torch.save` of it loads where hdet is not installed. Only an `attention_temperature` knob
+        stays, because the model is another one without it. The replicas stay as they are.
+
+        `torch.save(model)` of the stacked model also saves a plain module. Like `state_dict()` of
+        the model it has the weights of the first replica: those of all after `converge()`.
+
+        Returns:
+            A copy of the model that shares no memory with the replicas.
+
+        Example:
+            >>> model = nn.Linear(2, 1)
+            >>> type(StackedReplicas(model, 4).unwrap())
+            <class 'torch.nn.modules.linear.Linear'>
+        """
+        module = self.consensus()
+        restore_dropout(module)
         return module
 
     def converge_(self) -> None:
@@ -156,7 +255,7 @@ class StackedReplicas(LocalReplicas):
 
         A scheduler does this at the end of every cycle, and excludes replicas that diverged.
         """
-        self.average_([_tensors(module) for module in self._modules], self.local)
+        self.average_([tensors_of(module) for module in self._modules], self.local)
 
     def select_(self, replica: int) -> None:
         """Copy the weights, buffers and optimizer state of one replica to all.
@@ -171,9 +270,9 @@ class StackedReplicas(LocalReplicas):
         if replica >= self.size:
             raise ValueError(f"`replica` must be less than {self.size}, got {replica}.")
         targets = [r for r in self.local if r != replica]
-        self.copy_([_tensors(module) for module in self._modules], replica, targets)
-        if self._optimizer is not None:
-            self._optimizer.select_(replica)
+        self.copy_([tensors_of(module) for module in self._modules], replica, targets)
+        for optimizer in self._optimizers:
+            optimizer.select_(replica)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the consensus: a checkpoint is one model, for every engine.
@@ -201,14 +300,19 @@ class StackedReplicas(LocalReplicas):
     def optimizers(
         self, optimizer: Optimizer, steered: Collection[str] | None = None
     ) -> list[Optimizer]:
-        if optimizer is not self._optimizer or self._optimizer is None:
+        members = [one for one in members_of(optimizer) if isinstance(one, StackedOptimizer)]
+        own = [one for one in members if one in self._optimizers]
+        if len(own) < len(members_of(optimizer)):
             raise ValueError(
                 "`optimizer` must be the one that `replicas.optimizer(...)` returned, got a "
-                f"{type(optimizer).__name__}. That optimizer steps all replicas."
+                f"{kinds_of(optimizer)}. That optimizer steps all replicas."
             )
-        known = self._optimizer.steered if steered is None else set(steered)
-        self._optimizer.steered = {"lr", *known}
-        return self._optimizer.each
+        if steered is not None:
+            for one in own:
+                one.steered = set(steered)
+        if not isinstance(optimizer, JoinedOptimizer):
+            return own[0].each
+        return [JoinedOptimizer(row) for row in zip(*(one.each for one in own), strict=True)]
 
     def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
         self._forward.shares_gradients = shared
@@ -220,72 +324,12 @@ class StackedReplicas(LocalReplicas):
         """Keep the next batches, so that replicas can be scored on them."""
         return RecordedBatches(self._forward, num_parts, max_parts)
 
-    def _split(self, value: Any) -> Any:
-        """One N-th of the first dimension for every replica. Scalars go to all replicas."""
-        if not isinstance(value, Tensor):
-            if isinstance(value, Mapping) or hasattr(value, "__array__"):
-                raise TypeError(
-                    "`batch` must be made of tensors in tuples, lists and dicts, got a "
-                    f"{type(value).__name__}."
-                )
-            return value
-        if value.dim() == 0:
-            return value
-        if len(value) % self.size:
-            raise ValueError(
-                f"`batch` must split evenly over {self.size} replicas, got {len(value)} samples. "
-                "Use drop_last=True in the loader."
-            )
-        return value.unflatten(0, (self.size, -1))
+    def _copy_first(self) -> None:
+        """Copy a checkpoint that was loaded into the model to all replicas."""
+        self.copy_([tensors_of(module) for module in self._modules], 0, self.local[1:])
 
+    def num_samples(self, loss_of: LossFunction, batch: Any) -> int:
+        return self._batch_dims.num_samples(loss_of, Batch(*batch))
 
-class _LoadIntoAll:
-    """A hook of the model that copies a loaded checkpoint to all replicas.
-
-    A copy of the model, or a pickled one, belongs to no replicas.
-    """
-
-    def __init__(self, ensemble: StackedReplicas | None = None) -> None:
-        # Weak: the hook must not keep the replicas alive.
-        self._ensemble = None if ensemble is None else weakref.ref(ensemble)
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        ensemble = self._ensemble() if self._ensemble is not None else None
-        if ensemble is not None:
-            rows = [_tensors(replica) for replica in ensemble.modules(None)]
-            ensemble.copy_(rows, 0, ensemble.local[1:])
-
-    def __reduce__(self) -> Any:
-        return _LoadIntoAll, ()
-
-
-def _save_one(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook of the model: a checkpoint holds the memory of one replica, not that of all."""
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state[name] = value.clone()
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, got {model!r}.")
-    if not any(True for _ in model.parameters()):
-        raise ValueError("`model` must have parameters, got none.")
-    kind = type(model).__name__
-    if kind == "OptimizedModule":
-        raise ValueError(
-            "`model` must be the module itself, got a compiled one: call `compile()` on the "
-            "replicas instead."
-        )
-    if kind in ("DistributedDataParallel", "DataParallel"):
-        raise ValueError(f"`model` must be the module itself, got it wrapped in {kind}.")
-    check_initialised(dict(model.named_parameters()))
-    devices = {tensor.device for tensor in _tensors(model)}
-    if len(devices) > 1:
-        raise ValueError(
-            f"`model` must lie on one device, got {sorted(str(device) for device in devices)}."
-        )
+    def pieces(self, loss_of: LossFunction, batch: Any, num: int) -> list[Any]:
+        return list(self._batch_dims.pieces(loss_of, Batch(*batch), num))

@@ -7,7 +7,8 @@ and every replica applies it with its own learning rate. That saves N - 1 states
 memory traffic.
 
 A test on small weights finds out whether one of torch's optimizers is of this kind with its
-settings. Other optimizers step replica by replica: a short test cannot tell what they do later.
+settings. Other optimizers step replica by replica while replicas differ: a short test cannot tell
+what they do later.
 """
 
 import copy

@@ -1,0 +1,237 @@
+"""Checkpoints of one process: what a run goes on with, and what is refused without a change."""
+
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, StepLR
+
+import hdet
+from hdet.checkpoint.manifest import FILE_NAME, FileEntry, Manifest, entry_of, read_manifest
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.flip(1)).square().mean()
+
+
+class Loop:
+    """A loop that draws its batches at random, over one replica or over several stacked ones."""
+
+    def __init__(self, replicas: int = 1, base: Any = None, optimizers: int = 1) -> None:
+        self.model = network()
+        layers = list(self.model.parameters())
+        shares = [layers] if optimizers == 1 else [layers[:2], layers[2:]]
+        self.optimizers: list[Any] = [torch.optim.AdamW(share, lr=0.01) for share in shares]
+        self.ensemble = hdet.StackedReplicas(self.model, replicas) if replicas > 1 else None
+        if self.ensemble is not None:
+            self.optimizers = [self.ensemble.optimizer(self.optimizers[0])]
+        self.scheduler = hdet.HDET(
+            (base or (lambda one: OneCycleLR(one, 0.01, total_steps=40)))(self.optimizers[0]),
+            model=self.model,
+            replicas=self.ensemble,
+            sync_every=5,
+            total_steps=40,
+            scout=None,
+            spread=0.2 if replicas > 1 else 0.0,
+            guard=None if optimizers > 1 else hdet.Guard(),
+        )
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        one = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
+        return {"model": self.model, "optimizer": one, "scheduler": self.scheduler}
+
+    def steps(self, num: int) -> "Loop":
+        for _ in range(num):
+            shift = random.random() + float(np.random.random())
+            x = torch.randn(12, 3) + shift
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            if self.ensemble is None:
+                losses = loss_of(self.model, x)
+            else:
+                losses = self.ensemble.losses(loss_of, x)
+            losses.sum().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.scheduler.step(losses)
+        return self
+
+    def everything(self) -> list[Any]:
+        """The state of all parts, with tensors as lists."""
+        moments = [one.state_dict() for one in self.optimizers]
+        state = [self.model.state_dict(), moments, self.scheduler.state_dict()]
+        return [json.loads(json.dumps(state, default=lambda tensor: tensor.tolist()))]
+
+
+def again(path: Path, make: Callable[[], Loop], steps: int) -> Loop:
+    """A new run that goes on from a checkpoint, after others have used the random numbers."""
+    loop = make()
+    torch.manual_seed(9)
+    random.seed(9)
+    np.random.seed(9)
+    hdet.load_checkpoint(path, **loop.parts)
+    return loop.steps(steps)
+
+
+MAKES: dict[str, Callable[[], Loop]] = {
+    "one": Loop,
+    "stacked": lambda: Loop(3),
+    "two optimizers": lambda: Loop(optimizers=2),
+    "milestones": lambda: Loop(base=lambda one: MultiStepLR(one, [14, 16])),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_resumed_run_is_bit_equal_to_the_one_that_went_on(name: str, tmp_path: Path) -> None:
+    loop = MAKES[name]().steps(12)  # in the middle of a cycle
+    path = hdet.save_checkpoint(tmp_path, **loop.parts)
+    assert path == tmp_path / "step-00000012" == hdet.latest_checkpoint(tmp_path)
+    theirs = loop.steps(13).everything()  # to the end of a cycle
+    assert again(path, MAKES[name], 13).everything() == theirs
+
+
+def test_stacked_run_goes_on_as_one_replica_and_back(tmp_path: Path) -> None:
+    stacked = Loop(3).steps(12)
+    path = hdet.save_checkpoint(tmp_path, **stacked.parts)
+    one = Loop()
+    hdet.load_checkpoint(path, **one.parts)
+    for ours, theirs in zip(one.model.parameters(), stacked.model.parameters(), strict=True):
+        assert ours.equal(theirs)
+    path = hdet.save_checkpoint(tmp_path, **one.steps(2).parts)
+    other = Loop(2)
+    hdet.load_checkpoint(path, **other.parts)
+    assert other.ensemble is not None and other.scheduler.last_epoch == 14
+    for module in other.ensemble.modules(None):
+        for ours, theirs in zip(module.parameters(), one.model.parameters(), strict=True):
+            assert ours.equal(theirs)
+    moments = other.optimizers[0].state_dict()["state"][0]["exp_avg"]
+    assert moments.equal(one.optimizers[0].state_dict()["state"][0]["exp_avg"])
+
+
+def test_extra_and_the_loss_scale_come_back(tmp_path: Path) -> None:
+    loop = Loop().steps(3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    extra = {"epoch": 2, "order": [3, 1, 2], "seen": torch.arange(3)}
+    path = hdet.save_checkpoint(tmp_path, **loop.parts, step=77, extra=extra, scaler=scaler)
+    assert path.name == "step-00000077"
+    fresh = torch.amp.GradScaler("cpu", init_scale=2.0)
+    got = hdet.load_checkpoint(path, **loop.parts, scaler=fresh)
+    assert got.pop("seen").equal(extra.pop("seen")) and got == extra
+    assert fresh.state_dict() == scaler.state_dict()
+    with pytest.warns(UserWarning, match="has a loss scale, which is not loaded"):
+        hdet.load_checkpoint(path, **loop.parts)
+    without = hdet.save_checkpoint(tmp_path, **loop.parts)
+    with pytest.raises(ValueError, match="`scaler` must be None, for the checkpoint has no"):
+        hdet.load_checkpoint(without, **loop.parts, scaler=fresh)
+
+
+def test_arguments_that_cannot_be_saved_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    loop, two = Loop().steps(1), Loop(optimizers=2)
+    one_of_two = {**two.parts, "optimizer": two.optimizers[1]}
+    twice = {**loop.parts, "optimizer": loop.optimizers * 2}
+    for arguments, kind, why in [
+        ({**loop.parts, "extra": open}, TypeError, "`extra` must be plain data or tensors"),
+        ({**loop.parts, "keep": 0}, ValueError, "`keep` must be at least 1, got 0"),
+        ({**loop.parts, "step": -1}, ValueError, "`step` must be at least 0, got -1"),
+        ({**loop.parts, "step": "3"}, TypeError, "`step` must be an integer, got '3'"),
+        ({**loop.parts, "scaler": 3}, TypeError, "`scaler` must be a torch.amp.GradScaler, got 3"),
+        ({**loop.parts, "optimizer": []}, TypeError, "must be an optimizer or a list of them"),
+        (one_of_two, ValueError, "must have all parameters that the scheduler trains"),
+        (twice, ValueError, "must be optimizers of different parameters, got one twice"),
+    ]:
+        with pytest.raises(kind, match=why):
+            hdet.save_checkpoint(tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+# Refused without a change ------------------------------------------------------------------------
+
+
+def assert_refused(path: Path, loop: Loop, why: str, **arguments: Any) -> None:
+    before = loop.everything()
+    with pytest.raises(ValueError, match=why):
+        hdet.load_checkpoint(path, **{**loop.parts, **arguments})
+    assert loop.everything() == before
+
+
+def rewritten(path: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint, with its checksum: by someone who means it."""
+    (path / name).write_bytes(content)
+    was = read_manifest(path)
+    files: dict[str, FileEntry] = {**was.files, name: entry_of(path / name)}
+    (path / FILE_NAME).write_text(Manifest(was.number, was.step, was.processes, files).text())
+
+
+class Hostile:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_hostile_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    loop = Loop().steps(2)
+    sign = tmp_path / "sign"
+    code = pickle.dumps(Hostile(f"touch {sign}"), protocol=2)
+    for name in (".metadata", "common.pt", "process-00000.pt"):
+        path = hdet.save_checkpoint(tmp_path, **loop.parts)
+        rewritten(path, name, code)
+        assert_refused(
+            path, loop, "is no index of a checkpoint|cannot be read without running code"
+        )
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / ".metadata").write_bytes(code)
+    assert_refused(tmp_path / "flat", loop, "is no index of a checkpoint: it names posix.system")
+    assert not sign.exists()
+
+
+def test_checkpoint_with_a_damaged_state_changes_nothing(tmp_path: Path) -> None:
+    loop = Loop().steps(7)
+    path = hdet.save_checkpoint(tmp_path, **loop.parts)
+    common = torch.load(path / "common.pt", weights_only=True)
+    common["scheduler"]["knobs"][0]["scale"] = float("nan")
+    torch.save(common, tmp_path / "file")
+    rewritten(path, "common.pt", (tmp_path / "file").read_bytes())
+    assert_refused(path, Loop().steps(1), "finite number above 0 as `knobs\\[0\\].scale`, got nan")
+
+
+def test_other_runs_and_other_paths_are_refused(tmp_path: Path) -> None:
+    loop, two = Loop().steps(2), Loop(optimizers=2)
+    path = hdet.save_checkpoint(tmp_path, **loop.parts)
+    assert_refused(tmp_path, loop, "a folder of them. Pass hdet.latest_checkpoint")
+    assert_refused(tmp_path / "typo", loop, "which is no folder")
+    assert_refused(path, two, r"as many optimizers as were saved \(1\), got 2")
+    assert_refused(path, Loop(base=lambda one: StepLR(one, 5)), "must be of a StepLR")
+    wide = Loop()
+    wide.model[3] = nn.Linear(8, 3, bias=False)  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(wide.model.parameters(), lr=0.01)
+    base: LRScheduler = OneCycleLR(optimizer, 0.01, total_steps=40)
+    scheduler = hdet.HDET(base, model=wide.model, scout=None)
+    other = {"model": wide.model, "optimizer": optimizer, "scheduler": scheduler}
+    assert_refused(path, wide, "it lacks \\['3.bias'\\]", **other)
+
+
+def test_index_is_the_digest_of_all_files(tmp_path: Path) -> None:
+    path = hdet.save_checkpoint(tmp_path, **Loop().parts)
+    files = read_manifest(path).files
+    assert set(files) == {p.name for p in path.iterdir()} - {FILE_NAME}
+    for name, entry in files.items():
+        assert entry.sha256 == sha256((path / name).read_bytes()).hexdigest()
