@@ -107,6 +107,7 @@ def test_scheduler_state_round_trips_through_load_state_dict(
 
     scheduler, optimizer = make()
     for _ in range(min(steps, total)):
+        optimizer.step()
         scheduler.step(1.0)
     again, fresh = make()
     again.load_state_dict(scheduler.state_dict())

@@ -113,7 +113,7 @@ def scouted(rank: int, kind: str) -> dict[str, Any]:
         while run.scheduler.last_epoch < 35:
             run.step()
         run.step(math.nan)
-    while run.scheduler.last_epoch < (60 if kind == "zero" else 8):
+    while run.scheduler.last_epoch < (47 if kind == "zero" else 8):  # in the middle of a cycle
         run.step()
     return {
         "back": is_back,

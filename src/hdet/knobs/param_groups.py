@@ -146,30 +146,38 @@ class WrittenRates:
 
     def __init__(self) -> None:
         self._rows: Rows = ()
+        self._has_tensors = True
         self._versions: dict[int, int] = {}
         """Tensor (by its id) -> the number of writes to it."""
 
-    def note(self, rows: Rows) -> None:
-        """Remember learning rates, right after they were written."""
+    def note(self, rows: Rows, *, everything: bool = True) -> None:
+        """Remember learning rates, right after they were written.
+
+        Args:
+            rows: The learning rates of each optimizer.
+            everything: Whether numbers may have become tensors. To look for them costs time.
+        """
         self._rows = rows
-        self._versions = {
-            id(lr): _version(lr)
-            for optimizer, _ in rows
-            for group in optimizer.param_groups
-            if isinstance(lr := group["lr"], Tensor)
-        }
+        if everything or self._has_tensors:
+            self._versions = {
+                id(lr): _version(lr)
+                for optimizer, _ in rows
+                for group in optimizer.param_groups
+                if isinstance(lr := group["lr"], Tensor)
+            }
+            self._has_tensors = bool(self._versions)
 
     def check(self) -> None:
         """Raise a RuntimeError if something else has written a learning rate since."""
         for optimizer, lrs in self._rows:
-            for place, (group, lr) in enumerate(zip(optimizer.param_groups, lrs, strict=False)):
-                now = group["lr"]
-                if now is not lr and not self._is_ours(now, lr):  # mostly it is the same object
+            for group, lr in zip(optimizer.param_groups, lrs, strict=False):
+                if group["lr"] is not lr and not self._is_ours(group["lr"], lr):
+                    place = [one is group for one in optimizer.param_groups].index(True)
                     raise RuntimeError(
                         f"`param_groups[{place}]['lr']` must be set by hdet alone, which wrote "
-                        f"{lr:.6g}, got {float(now):.6g}. Remove the line of the training loop "
-                        "that sets param_group['lr'] or steps the base schedule. If that line is "
-                        "your schedule, pass it to HDET as `schedule=`."
+                        f"{lr:.6g}, got {float(group['lr']):.6g}. Remove the line of the training "
+                        "loop that sets param_group['lr'] or steps the base schedule. If that "
+                        "line is your schedule, pass it to HDET as `schedule=`."
                     )
 
     def _is_ours(self, now: Any, lr: float) -> bool:

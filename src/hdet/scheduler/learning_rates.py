@@ -65,7 +65,7 @@ class LearningRates:
             self._write_each(everything=everything)
         else:
             param_groups.write_learning_rates(self._base.optimizer, self.centre)
-            self.written.note([(self._base.optimizer, self.centre)])
+            self.written.note([(self._base.optimizer, self.centre)], everything=False)
         if everything or self._bound_knobs.are_scheduled:
             self._bound_knobs.write(
                 self.other_knobs(), self._progress.step, self._base.momenta, everything=everything
@@ -104,7 +104,7 @@ class LearningRates:
             param_groups.write_learning_rates(optimizer, lrs)
             if everything:
                 param_groups.write_momenta(optimizer, self._base.momenta)
-        self.written.note(rows)
+        self.written.note(rows, everything=everything)
 
     def write_after_loading(self) -> None:
         """Write the learning rates again whenever the optimizer loads a state."""
