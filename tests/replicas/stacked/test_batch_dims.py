@@ -153,6 +153,16 @@ def test_named_arguments_need_names_in_batch_dim() -> None:
         stacked((1, 1)).losses(loss_of, x, y=y)
 
 
+def test_tensor_with_one_entry_for_each_replica_needs_no_other_size() -> None:
+    """The values of a knob of the user's, which a loss function gets with its part of the batch."""
+    ensemble = hdet.StackedReplicas(nn.Linear(2, 1), 4)
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    seen = ensemble.losses(
+        lambda m, x, value: 0 * m(x).sum() + value.sum(), torch.ones(8, 2), values
+    )
+    assert seen.tolist() == values.tolist()
+
+
 def test_held_out_batches_are_split_along_the_batch_dim() -> None:
     """Those that the engine records, and those that the loop gives."""
     x, y = sequences()

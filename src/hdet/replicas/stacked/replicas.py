@@ -100,7 +100,8 @@ class StackedReplicas(LocalReplicas):
             function: `function(model, *part, **named_part)` returns a scalar loss. It gets a model
                 to call, and one N-th of every tensor of the batch.
             batch: Tensors, or tuples, lists and dicts of them. They are split along `batch_dim`,
-                the first dimension by default. Numbers and other values go to all replicas.
+                the first dimension by default. Their sizes along it must be equal, or N for one
+                entry for each replica. Numbers and other values go to all replicas.
             named: More of the batch, for keyword arguments of `function`.
 
         Returns:
