@@ -26,7 +26,16 @@ from benchmarks.learning_rate import (
 )
 from benchmarks.learning_rate.names import TASK_WORDS
 from benchmarks.result_file import RESULTS, flat, plain_json, read_result
-from benchmarks.systems import converge, hosts, overhead, saving, scale, stacked, tensor_sets
+from benchmarks.systems import (
+    converge,
+    hosts,
+    overhead,
+    saving,
+    scale,
+    stacked,
+    step,
+    tensor_sets,
+)
 from benchmarks.zoo import (
     zoo_curves,
     zoo_fit,
@@ -105,6 +114,7 @@ HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "signals": lambda results: signals.headline(results["rows"]),
     "spikes": lambda results: spikes.headline(results["losses"]),
     "stacked": lambda results: stacked.headline(results["workloads"]),
+    "step": lambda results: step.headline(results["rows"]),
     "trackers": lambda results: trackers.headline(results["tasks"]),
     "wrong": lambda results: wrong.headline(results["situations"]),
     "zoo": lambda results: zoo_headline.headline(results["rows"]),

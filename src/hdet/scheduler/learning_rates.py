@@ -60,7 +60,9 @@ class LearningRates:
             self._read_factors()
         base = self._base.lrs if self._follows_base else self._knob_bank.base_lrs(self._base.lrs)
         self.centre = list(map(mul, base, self._factors[0]))
-        self.highest = max(self.highest, sum(map(mul, base, self._shares)))
+        share = sum(map(mul, base, self._shares))
+        if share > self.highest:
+            self.highest = share
         if everything or not self._are_equal:
             self._write_each(everything=everything)
         else:

@@ -7,6 +7,7 @@ ends with such a loss is lost.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +38,13 @@ class Totals(NamedTuple):
 
     def plus(self, later: "Totals") -> "Totals":
         """The totals of both; the last losses are the later ones."""
-        return later._replace(
-            sums=self.sums + later.sums,
-            weights=self.weights + later.weights,
-            num=self.num + later.num,
-            squared_differences=self.squared_differences + later.squared_differences,
+        return Totals(
+            self.sums + later.sums,
+            self.weights + later.weights,
+            self.num + later.num,
+            self.squared_differences + later.squared_differences,
+            later.last_finite,
+            later.last,
         )
 
 
@@ -96,26 +99,27 @@ class TrainingLoss:
 
     def _copied(self, loss: Any) -> Observed:
         """The values of a loss: numbers if it lies in host memory, where reading does not wait."""
-        if isinstance(loss, Tensor):
-            loss = whole(loss)
-            num, shape = loss.numel(), loss.shape
-        elif isinstance(loss, (float, int)):
-            num, shape = 1, ()
-        else:
-            raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
+        if not isinstance(loss, Tensor):
+            if not isinstance(loss, (float, int)):
+                raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
+            self._check_num(1, ())
+            return loss
+        values = whole(loss)
+        if values.numel() != self._num_local:
+            self._check_num(values.numel(), values.shape)
+        if not values.is_cpu:
+            return values.detach().clone()
+        if self._num_local == 1:
+            return float(values.item())
+        numbers: list[float] = (values if values.dim() == 1 else values.detach().flatten()).tolist()
+        return numbers
+
+    def _check_num(self, num: int, shape: Sequence[int]) -> None:
         if num != self._num_local:
             raise ValueError(
                 f"`loss` must hold {self._num_local} number(s), one for each replica of this "
                 f"process, got shape {tuple(shape)}."
             )
-        if not isinstance(loss, Tensor):
-            return float(loss)
-        if not loss.is_cpu:
-            return loss.detach().clone()
-        if num == 1:
-            return float(loss.item())
-        values: list[float] = loss.detach().flatten().tolist()
-        return values
 
     def _add_waiting(self) -> None:
         self._totals, self._waiting = self._with_waiting(), []

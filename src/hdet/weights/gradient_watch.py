@@ -39,7 +39,8 @@ class GradientWatch:
             return 0.0
         first = torch.stack([self._first[key] for key in known])
         present = torch.stack([now[key] for key in known])
-        has_vanished = (present < VANISHED_RATIO * first) & (first > 0)
+        # A step that GradScaler skipped has infinite gradients, with which none can be compared.
+        has_vanished = (present < VANISHED_RATIO * first) & (first > 0) & first.isfinite()
         return has_vanished.double().mean()
 
     @torch.no_grad()
