@@ -125,6 +125,14 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
+def free_megabytes(folder: Path) -> int:
+    """The free space of a folder, which torch's errors do not tell; 0 if it cannot be known."""
+    try:
+        return shutil.disk_usage(folder).free // 10**6
+    except OSError:
+        return 0
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk."""
     with path.open("wb") as file:

@@ -11,7 +11,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hdet._validation import check_integer
-from hdet.checkpoint.folders import check_token, commit, discard, start_save, write_file
+from hdet.checkpoint.folders import (
+    check_token,
+    commit,
+    discard,
+    free_megabytes,
+    start_save,
+    write_file,
+)
 from hdet.checkpoint.manifest import FileEntry, entry_of
 from hdet.checkpoint.parts import Part, parts_of
 from hdet.checkpoint.processes import Processes
@@ -103,8 +110,9 @@ def save_checkpoint(
             return _save(Path(folder), parts, number, keep, extra, processes)
         except OSError as error:
             raise OSError(
-                f"the checkpoint of step {number} could not be written to {folder}: {error}. The "
-                "earlier checkpoints are as they were. Mend the cause, then save again."
+                f"the checkpoint of step {number} could not be written to {folder}, which has "
+                f"{free_megabytes(Path(folder))} MB of free space: {error}. The earlier "
+                "checkpoints are as they were. Free space or mend the cause, then save again."
             ) from error
 
 
