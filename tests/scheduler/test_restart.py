@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.control.guard import RELIEF
+from hdet.control.guard_monitor import RELIEF
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.reasons import Reason
 from hdet.scheduler.search_result import is_far_off

@@ -9,9 +9,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
-from hdet.control.guard import RELIEF
+from hdet._validation import number_of
+from hdet.control.guard_monitor import ABSTENTION, RELIEF
 from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
 from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent
 from hdet.records.knob_entries import MovedKnob, knob_entries
@@ -66,13 +68,21 @@ class CycleEnd:
     def _correct_scale(self) -> GuardEvent | None:
         """Raise the scale again where the guard has lowered it for nothing."""
         run = self._run
-        factor = 1.0 if run.good_point is None else run.good_point.monitor.scale_correction
-        if factor == 1.0:
+        monitor = None if run.good_point is None else run.good_point.monitor
+        if monitor is None or (monitor.scale_correction == 1.0 and not monitor.sees_new_data):
             return None
+        factor, step = monitor.scale_correction, run.progress.step
         run.knob_bank.rescale(factor)
-        run.log.info(f"guard raised the learning rate again, by {factor:.3g}: {RELIEF}.")
-        step = run.progress.step
-        return GuardEvent(step=step, reason=RELIEF, back_to=step, factor=factor)
+        if monitor.sees_new_data:
+            reason = ABSTENTION
+            run.log.info(
+                f"guard abstains at step {step}: {ABSTENTION}. It multiplies the learning rate by "
+                f"{factor:.3g}. If the loss does not show quality, give Guard(metric=...)."
+            )
+        else:
+            reason = RELIEF
+            run.log.info(f"guard raised the learning rate again, by {factor:.3g}: {RELIEF}.")
+        return GuardEvent(step=step, reason=reason, back_to=step, factor=factor)
 
     def note_first_loss(self, report: CycleReport) -> None:
         """Tell the guard the loss of the first step, once."""
@@ -90,16 +100,29 @@ class CycleEnd:
         state = (TensorKind.OPTIMIZER_STATE,) if averages_state else ()
         several = run.replicas.size > 1
         compare = (*trainable, TensorKind.FROZEN, TensorKind.BUFFERS, *state) if several else ()
-        report = run.exchange(*compare, measures=several, scores=scores)
+        metric = self._metric()
+        report = run.exchange(*compare, measures=several, scores=scores, metric=metric)
         self._check_losses(report)
         self._check_scores(report)
-        if run.good_point is not None and all(loss is None for loss in report.losses):
+        is_judged_by_loss = run.good_point is not None and metric is None
+        if is_judged_by_loss and all(loss is None for loss in report.losses):
             run.log.warn_once(
                 "guard",
                 "the guard is inactive: no loss was observed in this cycle. "
                 "Call `scheduler.step(loss)`.",
             )
         return report
+
+    def _metric(self) -> Tensor | None:
+        """What the user's metric of the guard returns, once for each replica of this process."""
+        run = self._run
+        metric = None if run.good_point is None else run.good_point.monitor.guard.metric
+        if metric is None:
+            return None
+        value = metric()
+        number = math.nan if value is None else number_of("metric", value)
+        number = number if math.isfinite(number) else math.nan
+        return torch.full((len(run.replicas.local),), number, dtype=torch.float64)
 
     def _rolls_back(self, report: CycleReport) -> bool:
         """Restore earlier weights if the run fails; return whether it did."""
@@ -206,6 +229,8 @@ class CycleEnd:
             return monitor.record_failure("no replica has finite weights and a finite loss", lr=lr)
         if report.num_bad_buffers and report.num_bad_buffers > good_point.num_bad_buffers():
             return monitor.record_failure("buffers are not finite", lr=lr)
+        if monitor.guard.metric is not None:
+            loss, error = report.metric, None
         return monitor.check_cycle(loss, error, lr=lr, vanished=report.vanished)
 
     def _mean_loss(self, report: CycleReport) -> tuple[float | None, float | None]:

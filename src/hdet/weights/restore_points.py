@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hdet.control.guard import Guard, GuardMonitor
+from hdet.control.guard import Guard
+from hdet.control.guard_monitor import GuardMonitor
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.snapshot import Snapshot
 
