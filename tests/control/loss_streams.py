@@ -68,7 +68,8 @@ class Stream:
         monitor = GuardMonitor(guard or Guard())
         monitor.set_first_loss(self._seen((0.0, 0.0), 0, draw, 2), 2 * self.noise)
         state = kept = (0.0, 0.0)
-        scale, scales, rollbacks, accepted, seen = 1.0, [], 0, 0, math.nan
+        scales: list[float] = []
+        scale, rollbacks, accepted, seen = 1.0, 0, 0, math.nan
         for cycle in range(cycles):
             rates = [scale * self.rate(place / cycles) for place in range(cycle, cycles)]
             state, scales = self._trained(state, rates[0]), [*scales, scale]

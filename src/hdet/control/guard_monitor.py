@@ -1,4 +1,4 @@
-"""GuardMonitor: when a run fails, and the ceiling that its learning rate then gets. Plain Python."""
+"""GuardMonitor: when a run fails, and what ceiling its learning rate gets. Plain Python."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -193,7 +193,8 @@ class GuardMonitor:
         if loss <= limit:
             return None
         level = self._level(self._first).loss
-        return f"mean loss {loss:.4g} exceeds the limit {limit:.4g} (best level {level:.4g})"
+        judged = "mean loss" if self.guard.metric is None else "metric"
+        return f"{judged} {loss:.4g} exceeds the limit {limit:.4g} (best level {level:.4g})"
 
     def _limit(self, error: float) -> float:
         """The highest loss of a cycle that does not fail."""

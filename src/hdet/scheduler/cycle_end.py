@@ -35,6 +35,7 @@ class CycleEnd:
 
     def __init__(self, run: Run, search_phase: SearchPhase) -> None:
         self._run, self._search_phase = run, search_phase
+        self._has_said_memory = False
 
     def close(self, trained_with: list[float]) -> None:
         """End a cycle, whose last step had these base learning rates."""
@@ -58,6 +59,9 @@ class CycleEnd:
         run.next_cycle()
         if run.good_point is not None and run.good_point.monitor.is_best:
             run.good_point.take(run.progress.step)
+            if not self._has_said_memory:
+                self._has_said_memory = True
+                run.log.info(f"guard keeps a snapshot of {run.good_point.memory()}.")
         timers = run.log.probe_timers if scores is not None else Timers()
         run.log.write(event, replace(timers, converge=stopwatch), wait=run.progress.is_over())
         if correction is not None:

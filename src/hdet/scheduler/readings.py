@@ -1,6 +1,8 @@
 """What a scheduler shows of its run: learning rates, knobs, sensitivities and times."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from hdet.control.knob_state import Sensitivity
 from hdet.knobs.param_groups import check_groups
 from hdet.scheduler import state
 from hdet.scheduler.run import Run
+from hdet.weights.inventory import ALL_KINDS, WEIGHTS
 
 
 class RunReadings(LRScheduler):
@@ -90,6 +93,45 @@ class RunReadings(LRScheduler):
             The names of the parameters.
         """
         return self._run.weights.unsaved()
+
+    @contextmanager
+    def best_weights_shown(self) -> Iterator[int | None]:
+        """Show what the guard would restore, to save it beside the present weights.
+
+        Inside, model, optimizer and outer optimizer have the best weights and states of the run,
+        averaged over the replicas. Afterwards everything is as before. All replicas must enter it.
+
+        Yields:
+            The step of the best weights. None if nothing is shown: without a guard, or where the
+            present weights are the best ones.
+        """
+        run = self._run
+        if run.good_point is None or run.good_point.step == run.progress.step:
+            yield None
+            return
+        with run.good_point.shown():
+            report, health = run.exchange_health(*ALL_KINDS)
+            kinds = ALL_KINDS if report.optimizer_states_match else WEIGHTS
+            averager = run.weights.averager
+            averager.average_without_outer_step_(health.healthy, kinds, report.agreed)
+            yield run.good_point.step
+
+    @contextmanager
+    def best_weights_loaded(self, step: int) -> Iterator[None]:
+        """Give the guard the best weights of a saved run, after everything else was loaded.
+
+        Inside, load them into model, optimizer and outer optimizer. Afterwards these have their own
+        weights and states again.
+
+        Args:
+            step: The step of the best weights, as `best_weights_shown()` yields it.
+
+        Yields:
+            None.
+        """
+        good_point = self._run.good_point
+        with nullcontext() if good_point is None else good_point.loaded(step):
+            yield
 
     @property
     def is_scouting(self) -> bool:

@@ -1,7 +1,8 @@
 """Snapshots of a run that it can return to: its start, and its best average."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -154,6 +155,36 @@ class GoodPoint:
     def restore(self) -> None:
         """Restore the best weights."""
         self._point.restore()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, replicas have the best weights and optimizer states; afterwards their own."""
+        with self._own_afterwards():
+            self.restore()
+            yield
+
+    @contextmanager
+    def loaded(self, step: int) -> Iterator[None]:
+        """Inside, others load the best weights, of this step; afterwards replicas have their own.
+
+        If the block raises, the snapshot stays as it is.
+        """
+        with self._own_afterwards():
+            yield
+            self.take(step)
+
+    @contextmanager
+    def _own_afterwards(self) -> Iterator[None]:
+        own = self._weights.snapshot(offload=self._offload)
+        try:
+            yield
+        finally:
+            self._weights.restore_(own)
+
+    def memory(self) -> str:
+        """The size of the snapshot, and where it lies, in words."""
+        where = "host memory" if self._offload else "the memory of the device"
+        return f"{self.snapshot.num_bytes() / 2**20:.3g} MiB in {where} of each process"
 
     def close(self) -> None:
         """Release what the restore point holds on to."""
