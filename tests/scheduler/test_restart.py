@@ -173,7 +173,7 @@ def test_run_resumed_in_mid_search_equals_the_uninterrupted_run() -> None:
     assert other.loss() < 0.5
 
 
-@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
+@pytest.mark.filterwarnings("ignore:the scout saw too little difference")
 def test_restart_with_one_replica_keeps_a_good_learning_rate_and_replaces_a_wild_one() -> None:
     kept = Run("one", lr=GOOD).search()
     assert kept.scheduler.found_lr == GOOD
@@ -307,7 +307,7 @@ def test_search_after_new_data_is_skipped_when_its_rounds_exceed_the_share(tmp_p
     assert looks(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
+@pytest.mark.filterwarnings("ignore:the scout saw too little difference")
 def test_requested_search_stays_requested_after_loading_an_old_state(tmp_path: Path) -> None:
     """The old state has no entry for automatic searches."""
     run = Run("stacked", lr=GOOD, total=LONG, record=tmp_path).go(40 * SYNC)
