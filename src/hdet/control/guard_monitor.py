@@ -129,7 +129,7 @@ class GuardMonitor:
             self._last_bad_loss = loss if math.isfinite(loss) else None
             return reason
         if reason is not None:
-            self._accept_new_level()
+            self._accept_new_level(lr)
         self._record_good(Level(loss, self._scatter(loss) if error is None else error), lr)
         return None
 
@@ -288,11 +288,17 @@ class GuardMonitor:
         rise = abs(last - self._level(first).loss) + self._noise()
         return loss >= last - NEW_DATA_TOLERANCE * rise
 
-    def _accept_new_level(self) -> None:
-        """Go on from a new level: earlier losses are no measure for it."""
+    def _accept_new_level(self, lr: float) -> None:
+        """Go on from a new level: earlier losses are no measure for it.
+
+        The learning rate returns to where it was before the rollbacks in a row, and further up to
+        what has trained well.
+        """
+        proven = self._trained_with / lr if lr > 0 else math.inf
+        raised = max(1 / self._lowered_by, min(1 / self._lowered_in_all, proven))
         self.abstains, self._tolerance = True, self._tolerance * TOLERANCE_GROWTH
-        self.scale_correction, self.sees_new_data = 1 / self._lowered_in_all, True
-        self._lowered_in_all = 1.0
+        self.scale_correction, self.sees_new_data = raised, True
+        self._lowered_in_all *= raised
         self._recent, self._best, self._lowest_loss = [], None, math.inf
         self._first, self._has_new_level = None, True
         self._probation, self.ceiling, self._trained_with = [], math.inf, 0.0
