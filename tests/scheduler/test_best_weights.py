@@ -45,11 +45,15 @@ class Sharded:
                 for parameter in self.bare.parameters():
                     parameter.mul_((strikes or {}).get(self.scheduler.last_epoch, 1.0))
             self.optimizer.zero_grad()
-            loss = loss_of(self.bare, batch(self.scheduler.last_epoch, self.rank))
-            loss.backward()
+            loss = self.backward(self.scheduler.last_epoch)
             self.optimizer.step()
             self.scheduler.step(loss)
         return self
+
+    def backward(self, step: int) -> Tensor:
+        loss = loss_of(self.bare, batch(step, self.rank))
+        loss.backward()
+        return loss.detach()
 
     def state(self) -> list[Tensor]:
         named = self.bare.state_dict()
@@ -76,10 +80,9 @@ def resumed(make: Any) -> tuple[dict[str, Any], list[Tensor]]:
     best, num = run.state(), len(run.bare.state_dict())
     level = run.scheduler.state_dict()["guard"]["lowest"]
     for step in range(T):
-        loss = loss_of(run.bare, batch(step, 7))
-        loss.backward()
+        run.backward(step)
         run.optimizer.step()
-        run.scheduler.step(level + 1e-6)
+        run.scheduler.step(torch.full((len(run.modules()),), level + 1e-6))
     run.scheduler.converge()
     before = run.state()
     with run.scheduler.best_weights_shown() as step:
@@ -112,15 +115,17 @@ WANT = {
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_resumed_run_goes_back_to_the_best_weights_of_the_saved_run(offload: bool) -> None:
-    assert resumed(lambda: Run("one", guard=hdet.Guard(offload=offload)))[0] == WANT
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_resumed_run_goes_back_to_the_best_weights_of_the_saved_run(
+    engine: str, offload: bool
+) -> None:
+    assert resumed(lambda: Run(engine, guard=hdet.Guard(offload=offload)))[0] == WANT
 
 
 def on_processes(rank: int) -> list[tuple[dict[str, Any], list[Tensor]]]:
     guard = hdet.Guard(offload=True)
-    apart = {"guard": guard, "gradients": "local"}
     return [
-        resumed(lambda: Run("processes", rank, **apart)),
+        resumed(lambda: Run("processes", rank, guard=guard, gradients="local")),
         resumed(lambda: Sharded(rank, guard=guard)),
     ]
 

@@ -2,12 +2,18 @@
 
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
+from hdet.lr_search.estimator import Estimate
+from hdet.lr_search.reasons import Reason
+from hdet.lr_search.trigger import SearchTrigger
+from hdet.scheduler.search_result import caution_about
 from tests.small_run import SmallRun, loss_of
 
 HELD = torch.ones(4, 3, dtype=torch.float64)
@@ -61,6 +67,22 @@ def test_guess_of_the_scout_is_logged_with_its_evidence_and_warned_of(
     (line,) = lines(capsys)
     assert "decided mostly by what is usual for this optimizer" in line
     assert line.endswith("(prior 100%).")
+
+
+@pytest.mark.parametrize(
+    ("prior", "factor", "is_warned_of"),
+    [(0.6, 3.0, True), (0.6, 0.3, True), (0.6, 1.9, False), (0.4, 30.0, False)],
+)
+@pytest.mark.parametrize("reason", [Reason.MOSTLY_USUAL, Reason.BELOW_DIVERGENCE])
+def test_change_of_the_learning_rate_is_warned_of_where_the_usual_one_decides_more_than_half(
+    prior: float, factor: float, is_warned_of: bool, reason: Reason
+) -> None:
+    search = SimpleNamespace(reasons=[Reason.SWEPT])
+    trial: Any = SimpleNamespace(search=search, trigger=SearchTrigger.START)
+    estimate = Estimate(factor, reason, 2.0, {"prior": prior, "gains": 1 - prior})
+    text = caution_about(trial, estimate)
+    assert text.startswith("the scout saw too little difference") == is_warned_of
+    assert bool(text) == is_warned_of
 
 
 def test_small_change_of_the_learning_rate_by_a_guess_is_not_warned_of() -> None:

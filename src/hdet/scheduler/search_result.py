@@ -141,7 +141,8 @@ def how_sure(estimate: Estimate) -> str:
     if not math.isfinite(estimate.within) or not estimate.shares:
         return ""
     parts = [f"{name} {share:.0%}" for name, share in estimate.shares.items() if share >= 0.005]
-    return f"; the best is probably within a factor of {estimate.stated_within:.2g} ({', '.join(parts)})"
+    within, evidence = estimate.stated_within, ", ".join(parts)
+    return f"; the best is probably within a factor of {within:.2g} ({evidence})"
 
 
 def caution_about(trial: SearchTrial, estimate: Estimate) -> str:
