@@ -25,7 +25,8 @@ VANISHED_SHARE = 0.5
 SPARE_EVERY = 20
 """A learning rate that has trained well is spared at its first failure, once in so many cycles."""
 PROBATION_CYCLES, MUCH_LOWER = 5, 0.1
-"""So many good cycles raise a rate by one step, if it is proven or was lowered by so much."""
+"""So many good cycles raise a rate by one step, if it is proven or was lowered by so much. A
+failure at a rate that is so much lower than a proven one comes from no rate."""
 MAX_POWER = 2
 """The ceiling falls by at most this power of `lower` at one failure."""
 NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
@@ -45,7 +46,8 @@ class GuardMonitor:
         guard: The settings.
         consecutive_rollbacks: Rollbacks since the last good cycle.
         scale_correction: The factor on the scale after a cycle that was called good.
-        sees_new_data: Whether the last cycle was called good because the data has changed.
+        sees_new_data: Whether the last cycle was called good because its loss comes from no
+            learning rate, so the data may have changed.
         is_best: Whether the last cycle has the lowest level so far: its weights are worth a
             snapshot.
         ceiling: The highest learning rate that is left after failures; infinite without one.
@@ -281,7 +283,7 @@ class GuardMonitor:
         return is_much_lower or self._is_new_data(loss)
 
     def _is_new_data(self, loss: float) -> bool:
-        """Whether weights that hardly move any more have a loss that is as high again and again."""
+        """Whether weights that hardly move any more have as high a loss again and again."""
         last, first = self._last_bad_loss, self._first
         if self.consecutive_rollbacks < NEW_DATA_AFTER or last is None or first is None:
             return False
