@@ -70,12 +70,18 @@ def test_guess_of_the_scout_is_logged_with_its_evidence_and_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("prior", "factor", "is_warned_of"),
-    [(0.6, 3.0, True), (0.6, 0.3, True), (0.6, 1.9, False), (0.4, 30.0, False)],
+    ("prior", "factor", "reason", "is_warned_of"),
+    [
+        (0.6, 3.0, Reason.MOSTLY_USUAL, True),
+        (0.6, 3.0, Reason.BELOW_DIVERGENCE, True),
+        (0.6, 0.3, Reason.MOSTLY_USUAL, True),
+        (0.6, 0.3, Reason.BELOW_DIVERGENCE, False),
+        (0.6, 1.9, Reason.MOSTLY_USUAL, False),
+        (0.4, 30.0, Reason.FOUND, False),
+    ],
 )
-@pytest.mark.parametrize("reason", [Reason.MOSTLY_USUAL, Reason.BELOW_DIVERGENCE])
 def test_change_of_the_learning_rate_is_warned_of_where_the_usual_one_decides_more_than_half(
-    prior: float, factor: float, is_warned_of: bool, reason: Reason
+    prior: float, factor: float, reason: Reason, is_warned_of: bool
 ) -> None:
     search = SimpleNamespace(reasons=[Reason.SWEPT])
     trial: Any = SimpleNamespace(search=search, trigger=SearchTrigger.START)

@@ -276,19 +276,23 @@ class GuardMonitor:
             self._was_spared, self._cycles_since_spared = True, 0
 
     def _comes_from_no_rate(self, loss: float, lr: float) -> bool:
-        """Whether a failure shows that no learning rate is its cause."""
-        if not math.isfinite(loss):
-            return False
-        is_much_lower = self._lowered_in_all < MUCH_LOWER and lr < MUCH_LOWER * self._trained_with
-        return is_much_lower or self._is_new_data(loss)
+        """Whether a failure shows that no learning rate is its cause.
 
-    def _is_new_data(self, loss: float) -> bool:
-        """Whether weights that hardly move any more have as high a loss again and again."""
+        Either a much lower learning rate than a proven one gives back a part of the gain, or many
+        in a row fail. But a loss that has fallen with the learning rate comes from it.
+        """
         last, first = self._last_bad_loss, self._first
-        if self.consecutive_rollbacks < NEW_DATA_AFTER or last is None or first is None:
+        if not math.isfinite(loss) or first is None:
             return False
-        rise = abs(last - self._level(first).loss) + self._noise()
-        return loss >= last - NEW_DATA_TOLERANCE * rise
+        if last is not None:
+            rise = abs(last - self._level(first).loss) + self._noise()
+            if loss < last - NEW_DATA_TOLERANCE * rise:
+                return False
+        is_much_lower = self._lowered_in_all < MUCH_LOWER and lr < MUCH_LOWER * self._trained_with
+        largest = self._tolerance * TOLERANCE_GROWTH * self._gain()
+        explodes = loss - self._level(first).loss > largest
+        fails_always = self.consecutive_rollbacks >= NEW_DATA_AFTER and last is not None
+        return fails_always or (is_much_lower and not explodes)
 
     def _accept_new_level(self, lr: float) -> None:
         """Go on from a new level: earlier losses are no measure for it.

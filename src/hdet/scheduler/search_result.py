@@ -167,7 +167,10 @@ def _advice(trial: SearchTrial, estimate: Estimate) -> str:
     if found_nothing or estimate.reason is Reason.NOTHING_FOUND:
         return "found no difference between learning rates"
     if estimate.is_guess:
-        changes = not 1 / GUESS_RATIO <= estimate.factor <= GUESS_RATIO
+        # A learning rate that is lowered below an explosion has evidence.
+        is_lower = estimate.factor < 1 / GUESS_RATIO
+        lowered = is_lower and estimate.reason is not Reason.BELOW_DIVERGENCE
+        changes = lowered or estimate.factor > GUESS_RATIO
         text = (
             "saw too little difference between learning rates to decide by it, and took mostly "
             "what is usual for this optimizer"
