@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hdet
-from hdet.control.guard import GuardMonitor
+from hdet.control.guard_monitor import GuardMonitor
 from hdet.lr_search.estimator import Estimate, SearchContext, estimate
 from hdet.lr_search.evidence import Belief, belief_of_divergence, belief_of_gains, divergence_of
 from hdet.lr_search.observations import Observation, Observations

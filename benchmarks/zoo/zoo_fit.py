@@ -69,6 +69,10 @@ class Choice(NamedTuple):
     """What it costs, in percent of the loss."""
     share: float
     """What it costs, in percent of the gain."""
+    within: float
+    """The logarithm of the factor within which the best one is said to lie."""
+    evidence: float
+    """The logarithm of the factor that the evidence leaves open by itself."""
 
 
 def family(task: str) -> str:
@@ -128,8 +132,9 @@ def choices(
             others = [best[t] for t in SETTING if t != task and family(t) == family(task)]
             mean = fmean(others) if others else best[task]
             prior = Prior(mean, changes.get("PRIOR_ERROR", PRIOR_ERROR))
-            lr = estimate(observed, SearchContext(prior, peak=peak_over_mean(share))).factor
-            curve = curves()[task]
+            context = SearchContext(prior, peak=peak_over_mean(share))
+            decided = estimate(observed, context)
+            lr, curve = decided.factor, curves()[task]
             cost = interpolated(curve, lr) - min(curve.values())
             gain = outset_of(task) - min(curve.values())
             found.append(
@@ -138,6 +143,8 @@ def choices(
                     math.log10(lr * share) - best[task],
                     100 * cost / abs(min(curve.values())),
                     min(100 * cost / gain, GAIN_CAP),
+                    math.log10(decided.stated_within),
+                    math.log10(decided.within),
                 )
             )
     return found
@@ -168,6 +175,8 @@ def summed_up(found: Sequence[Choice]) -> dict[str, float]:
         "p90_pct": quantile([one.pct for one in found], 0.9),
         "mean_gain_share_pct": fmean(one.share for one in found),
         "worst_gain_share_pct": max(one.share for one in found),
+        "within_stated_share": fmean(abs(one.off) <= one.within for one in found),
+        "within_evidence_share": fmean(abs(one.off) <= one.evidence for one in found),
     }
 
 
@@ -177,6 +186,8 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = ("mean_gain_share_pct", "worst_gain_share_pct", "median_pct")
     return {
         "tasks": len(SETTING),
+        "within_stated_share": own["within_stated_share"],
+        "within_evidence_share": own["within_evidence_share"],
         **{name: own[name] for name in names},
         **{f"prior_alone_{name}": prior[name] for name in names},
     }

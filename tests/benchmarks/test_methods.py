@@ -162,7 +162,7 @@ def test_method_with_lrs_by_group_equals_the_library() -> None:
 
 
 @pytest.mark.parametrize("lr", [0.03, 300.0])
-@pytest.mark.filterwarnings("ignore:the scout saw hardly")
+@pytest.mark.filterwarnings("ignore:the scout saw too little")
 def test_method_with_a_restart_equals_the_library(lr: float) -> None:
     run = Run(lr, 0)
     (end,) = with_restart(bench("SGD"), [run])

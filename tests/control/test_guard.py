@@ -8,12 +8,12 @@ from statistics import fmean, stdev
 import pytest
 
 import hdet
-from hdet.control.guard import (
+from hdet.control.guard import Guard
+from hdet.control.guard_monitor import (
     NEW_DATA_AFTER,
     PROBATION_CYCLES,
     SPARE_EVERY,
     VANISHED_SHARE,
-    Guard,
     GuardMonitor,
 )
 from hdet.control.replica_health import check_health
@@ -246,7 +246,7 @@ def test_run_is_out_of_retries_after_its_last_rollback() -> None:
 def test_run_that_stops_has_its_scale_one_step_below_the_start() -> None:
     monitor, scale = monitor_after(FALLING), 1.0
     while True:
-        assert monitor.check_cycle(90.0 * 2**monitor.consecutive_rollbacks, 0.01) is not None
+        assert monitor.check_cycle(90.0 / 1.4**monitor.consecutive_rollbacks, 0.01) is not None
         if monitor.is_out_of_retries:
             break
         scale *= monitor.scale_factor(scale, scale)

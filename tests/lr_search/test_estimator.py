@@ -96,6 +96,19 @@ def test_gains_without_a_prior_decide_alone() -> None:
     assert not found.is_guess
 
 
+def test_stated_factor_is_never_below_the_error_of_a_prior() -> None:
+    sure = estimate(Observations(bell(0.0), 1.0), SearchContext(PRIOR))
+    assert sure.within < sure.stated_within == 10**PRIOR_ERROR
+    unsure = estimate(Observations([Observation(1.0, 2.0)], 2.0), SearchContext(PRIOR))
+    assert unsure.stated_within == unsure.within > 10**PRIOR_ERROR
+
+
+def test_estimate_is_a_guess_where_the_prior_counts_for_more_than_what_was_seen() -> None:
+    found = Estimate(9.0, Reason.BELOW_DIVERGENCE, 2.0, {"prior": 0.5, "gains": 0.5})
+    assert not found.is_guess
+    assert found._replace(shares={"prior": 0.51, "gains": 0.49}).is_guess
+
+
 def test_explosion_alone_decides_some_way_below_it() -> None:
     points = [Observation(1.0, 1.0), Observation(100.0, None)]
     found = estimate(Observations(points, 1.0), SearchContext())

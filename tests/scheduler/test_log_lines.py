@@ -2,12 +2,18 @@
 
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
+from hdet.lr_search.estimator import Estimate
+from hdet.lr_search.reasons import Reason
+from hdet.lr_search.trigger import SearchTrigger
+from hdet.scheduler.search_result import caution_about
 from tests.small_run import SmallRun, loss_of
 
 HELD = torch.ones(4, 3, dtype=torch.float64)
@@ -55,12 +61,34 @@ def test_guess_of_the_scout_is_logged_with_its_evidence_and_warned_of(
     """All learning rates have the same score, so only the usual one of SGD counts."""
     probe = hdet.Probe(lambda model: 1 + 0 * loss_of(model, HELD))
     run = stacked(preset="best", scout=hdet.Scout(), probe=probe, total_steps=2000)
-    with pytest.warns(UserWarning, match="saw hardly any difference .* took what is usual"):
+    with pytest.warns(UserWarning, match="saw too little difference .* took mostly what is usual"):
         while run.scheduler.is_scouting:
             run.step()
     (line,) = lines(capsys)
     assert "decided mostly by what is usual for this optimizer" in line
     assert line.endswith("(prior 100%).")
+
+
+@pytest.mark.parametrize(
+    ("prior", "factor", "reason", "is_warned_of"),
+    [
+        (0.6, 3.0, Reason.MOSTLY_USUAL, True),
+        (0.6, 3.0, Reason.BELOW_DIVERGENCE, True),
+        (0.6, 0.3, Reason.MOSTLY_USUAL, True),
+        (0.6, 0.3, Reason.BELOW_DIVERGENCE, False),
+        (0.6, 1.9, Reason.MOSTLY_USUAL, False),
+        (0.4, 30.0, Reason.FOUND, False),
+    ],
+)
+def test_change_of_the_learning_rate_is_warned_of_where_the_usual_one_decides_more_than_half(
+    prior: float, factor: float, reason: Reason, is_warned_of: bool
+) -> None:
+    search = SimpleNamespace(reasons=[Reason.SWEPT])
+    trial: Any = SimpleNamespace(search=search, trigger=SearchTrigger.START)
+    estimate = Estimate(factor, reason, 2.0, {"prior": prior, "gains": 1 - prior})
+    text = caution_about(trial, estimate)
+    assert text.startswith("the scout saw too little difference") == is_warned_of
+    assert bool(text) == is_warned_of
 
 
 def test_small_change_of_the_learning_rate_by_a_guess_is_not_warned_of() -> None:
@@ -104,6 +132,7 @@ def test_rollback_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
         poison(run, replica)
     for _ in range(2):
         run.step()
-    (line,) = lines(capsys)
+    size, line = lines(capsys)
+    assert size.startswith("hdet: guard keeps a snapshot of ")
     assert line.startswith("hdet: guard restored the weights of step 8 at step 10 (")
     assert line.endswith("; the learning rate is kept.")

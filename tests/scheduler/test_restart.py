@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.control.guard import RELIEF
+from hdet.control.guard_monitor import ABSTENTION
 from hdet.lr_search.estimator import Estimate
 from hdet.lr_search.reasons import Reason
 from hdet.scheduler.search_result import is_far_off
@@ -173,7 +173,7 @@ def test_run_resumed_in_mid_search_equals_the_uninterrupted_run() -> None:
     assert other.loss() < 0.5
 
 
-@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
+@pytest.mark.filterwarnings("ignore:the scout saw too little difference")
 def test_restart_with_one_replica_keeps_a_good_learning_rate_and_replaces_a_wild_one() -> None:
     kept = Run("one", lr=GOOD).search()
     assert kept.scheduler.found_lr == GOOD
@@ -254,7 +254,7 @@ def looks(folder: Path) -> list[float]:
 def test_search_after_new_data_replaces_a_learning_rate_that_diverges(tmp_path: Path) -> None:
     run = Changed("stacked", record=tmp_path).until_it_looks()
     believed = lines(tmp_path, "guard")[-1]
-    assert believed["reason"] == RELIEF
+    assert believed["reason"] == ABSTENTION
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
     run.go(LONG - run.scheduler.last_epoch)
     (found,) = looks(tmp_path)
@@ -301,13 +301,13 @@ def test_search_after_new_data_is_skipped_when_its_rounds_exceed_the_share(tmp_p
     run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout=scout)
     run.go(LONG)
     *lowered, believed, left_out = lines(tmp_path, "guard")
-    assert believed["reason"] == RELIEF
+    assert believed["reason"] == ABSTENTION
     assert believed["factor"] == pytest.approx(1 / math.prod(line["factor"] for line in lowered))
     assert "must fit in its `share`" in left_out["reason"]
     assert looks(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
+@pytest.mark.filterwarnings("ignore:the scout saw too little difference")
 def test_requested_search_stays_requested_after_loading_an_old_state(tmp_path: Path) -> None:
     """The old state has no entry for automatic searches."""
     run = Run("stacked", lr=GOOD, total=LONG, record=tmp_path).go(40 * SYNC)
@@ -351,7 +351,7 @@ def test_new_data_shortly_before_the_end_triggers_no_search(tmp_path: Path) -> N
     run = Changed("stacked", worth=1.0, more=6.0, at=late, record=tmp_path, scout="restart")
     run.go(LONG)
     *lowered, believed, left_out = lines(tmp_path, "guard")
-    assert believed["reason"] == RELIEF
+    assert believed["reason"] == ABSTENTION
     assert believed["factor"] == pytest.approx(1 / math.prod(line["factor"] for line in lowered))
     assert "must fit in its `share`" in left_out["reason"]
     assert looks(tmp_path) == []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet
-from hdet.control.guard import NEW_DATA_AFTER, RELIEF
+from hdet.control.guard_monitor import ABSTENTION, NEW_DATA_AFTER
 from hdet.replicas.protocol import SingleReplica
 from hdet.weights.replica_weights import ReplicaWeights
 from tests.processes import Processes
@@ -201,7 +201,7 @@ def test_guard_raises_the_learning_rate_again_when_the_data_has_changed(tmp_path
     assert run.scheduler.get_knobs() == {"lr/group0": pytest.approx(1.0)}
     lines = results(tmp_path)
     assert len(lines) == NEW_DATA_AFTER + 1
-    assert lines[-1]["reason"] == RELIEF
+    assert lines[-1]["reason"] == ABSTENTION
     assert math.prod(line["factor"] for line in lines) == pytest.approx(1.0)
 
 

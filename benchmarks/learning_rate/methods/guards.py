@@ -11,7 +11,7 @@ from benchmarks.learning_rate.fleet import Fleet
 from benchmarks.learning_rate.methods.bench import Bench, N, split
 from benchmarks.learning_rate.methods.schedules import RowPlan, RowSchedules
 from benchmarks.learning_rate.rules import Rule
-from hdet.control.guard import GuardMonitor
+from hdet.control.guard_monitor import GuardMonitor
 from hdet.weights.gradient_watch import VANISHED_RATIO
 
 

@@ -5,7 +5,7 @@ A part with tensors of its own is one more class here and one more line in `part
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from hdet.scheduler.hdet import HDET
 from hdet.tensors.dtensor import WRAPPER_NAMES
 from hdet.tensors.joined_optimizer import members_of
 
+T = TypeVar("T")
 Saved = Mapping[str, TensorStorageMetadata]
 """Shape and type of each saved tensor of a part, by name."""
 
@@ -193,6 +194,55 @@ class ScalerPart(Part):
             self._scaler.load_state_dict(plain)
 
 
+class BestPart(Part):
+    """What the guard would restore: weights and states, where they are not the present ones."""
+
+    name = "best"
+
+    def __init__(self, scheduler: HDET, parts: Sequence[Part]) -> None:
+        self._scheduler, self._parts = scheduler, parts
+        self._tensors: dict[str, Tensor] = {}
+
+    def plain(self) -> dict[str, Any] | None:
+        with self._scheduler.best_weights_shown() as step:
+            if step is None:
+                return None
+            named = ((part.name, part.tensors()) for part in self._parts)
+            # Copies: afterwards the same memory holds the present weights.
+            self._tensors = {
+                f"{part}.{name}": tensor.detach().clone()
+                for part, tensors in named
+                for name, tensor in tensors.items()
+            }
+            return {"step": step, "parts": {part.name: part.plain() for part in self._parts}}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that `plain` has found."""
+        return self._tensors
+
+    def targets(self, plain: Any, saved: Saved) -> dict[str, Tensor]:
+        if plain is None or self._scheduler.best_step is None:
+            return {}
+        check_integer("step of the best weights", plain.get("step"), at_least=0)
+        found: dict[str, Tensor] = {}
+        for part in self._parts:
+            own = part.targets(plain["parts"].get(part.name), _of_part(part, saved))
+            found |= {f"{part.name}.{name}": tensor for name, tensor in own.items()}
+        return found
+
+    def load(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+        if plain is None or self._scheduler.best_step is None:
+            return
+        with self._scheduler.best_weights_loaded(plain["step"]):
+            for part in self._parts:
+                part.load(plain["parts"].get(part.name), _of_part(part, tensors))
+
+
+def _of_part(part: Part, named: Mapping[str, T]) -> dict[str, T]:
+    start = f"{part.name}."
+    return {name.removeprefix(start): t for name, t in named.items() if name.startswith(start)}
+
+
 def parts_of(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -222,7 +272,8 @@ def parts_of(
         pairs = scheduler.outer_parameters()
         outer = {known[id(own)]: theirs for own, theirs in pairs}
         parts.append(OptimizerPart("outer", scheduler.outer, outer))
-    return [*parts, SchedulerPart(scheduler), ScalerPart(scaler)]
+    best = BestPart(scheduler, list(parts))
+    return [*parts, SchedulerPart(scheduler), ScalerPart(scaler), best]
 
 
 def optimizer_of_one(optimizer: Optimizer) -> Optimizer:

@@ -1,39 +1,10 @@
-"""Guard: when a run fails, and the ceiling that its learning rate then gets. Plain Python."""
+"""Guard: the settings of the protection against failures. Plain Python."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median, stdev
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hdet._validation import check_flag, check_integer, check_positive, check_range
-from hdet.control.guard_history import state_of_spike_guard
-from hdet.control.loss_level import Level, level_of
-from hdet.control.replica_health import outliers
-
-NOISE_CYCLES = 20
-"""The noise of good cycles is the median of so many."""
-MAX_NOISE_RATIO = 3.0
-"""The noise of a failing cycle counts up to this many times that of the good ones."""
-UNSURE = 1.5
-"""A noise that only the differences of cycles show counts this many times."""
-UNGAINED_SHARE = 0.02
-"""Before the run has gained anything, a failure lies above the first loss by this share of it."""
-GAIN_DEVIATIONS = 3.0
-"""The run has gained something once a cycle lies below the first loss by this many errors."""
-VANISHED_SHARE = 0.5
-"""A model that has gained nothing is dead if so many of its tensors have no gradient any more."""
-SPARE_EVERY = 20
-"""A learning rate that has trained well is spared at its first failure, once in so many cycles."""
-PROBATION_CYCLES, MUCH_LOWER = 5, 0.1
-"""So many good cycles raise a rate by one step, if it is proven or was lowered by so much."""
-MAX_POWER = 2
-"""The ceiling falls by at most this power of `lower` at one failure."""
-NEW_DATA_AFTER, NEW_DATA_TOLERANCE = 3, 0.25
-"""After so many rollbacks, a loss that keeps its rise within this share comes from new data."""
-RELIEF = "not the learning rate, or not all of it: it is raised again"
-TOLERANCE_GROWTH = 4.0
-"""The limits grow by this factor each time that the data has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +24,9 @@ class Guard:
             cycle fails as well.
         retries: Rollbacks in a row before the run stops with `ReplicasLost`.
         offload: Whether the best weights are kept in the memory of the host.
+        metric: A function without arguments that returns the number to judge instead of the
+            training loss; lower is better. Every process calls it at the end of every cycle, and
+            the mean over the replicas counts. None or a number that is not finite says nothing.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -67,6 +41,7 @@ class Guard:
     lower: float = 0.25
     retries: int = 8
     offload: bool = False
+    metric: Callable[[], float | None] | None = None
 
     def __post_init__(self) -> None:
         check_positive("deviations", self.deviations)
@@ -74,276 +49,18 @@ class Guard:
         check_range("lower", self.lower, least=1e-6, below=1)
         check_integer("retries", self.retries, at_least=1)
         check_flag("offload", self.offload)
+        if self.metric is not None and not callable(self.metric):
+            raise TypeError(
+                "`metric` must be a function without arguments that returns a number, got "
+                f"{self.metric!r}."
+            )
 
+    def describe(self) -> dict[str, Any]:
+        """Return the settings, which must be equal on all replicas and which the record keeps.
 
-class GuardMonitor:
-    """Judges the cycles of a run, and says what ceiling its learning rate gets.
-
-    Learning rates are in units of those that the user gave.
-
-    Attributes:
-        consecutive_rollbacks: Rollbacks since the last good cycle.
-        scale_correction: The factor on the scale after a cycle that was called good.
-        sees_new_data: Whether the last cycle was called good because the data has changed.
-        is_best: Whether the last cycle has the lowest level so far: its weights are worth a
-            snapshot.
-        ceiling: The highest learning rate that is left after failures; infinite without one.
-        abstains: Whether rises are accepted, since they come from no learning rate, and the run
-            has gained nothing that could be lost.
-    """
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self.consecutive_rollbacks = 0
-        self.scale_correction = 1.0
-        self.sees_new_data = False
-        self.is_best = True
-        self.ceiling = math.inf
-        self.abstains = False
-        self._tolerance = 1.0
-        self._recent: list[Level] = []
-        """The last good cycles."""
-        self._best: Level | None = None
-        """The lowest level so far."""
-        self._lowest_loss = math.inf
-        self._first: Level | None = None
-        self._has_new_level = False
-        """Whether the first loss is no measure any more, since the data has changed."""
-        self._last_bad_loss: float | None = None
-        """The loss of the last cycle, if that was rolled back and the loss was finite."""
-        self._survived = 0.0
-        """The highest learning rate of a good cycle."""
-        self._was_spared = False
-        """Whether the rollbacks in a row began with a learning rate that was spared."""
-        self._cycles_since_spared = SPARE_EVERY
-        self._lowered_by = 1.0
-        """The factor on the scale since the last good cycle."""
-        self._probation: list[float] = []
-        """The good cycles that are left of a probation, and the factor that it gives back."""
-        self._has_had_probation = False
-
-    def set_first_loss(self, loss: float | None, error: float = 0.0) -> None:
-        """Set the loss before the first step, once: the first cycles are compared with it."""
-        if self._first is None and loss is not None and math.isfinite(loss):
-            self._first = Level(loss, error)
-
-    def lower_first_error(self, error: float) -> None:
-        """Lower the error of the first loss to what a later cycle shows.
-
-        A single replica shows it by how losses differ within a cycle. A cycle that explodes shows
-        more noise than there is.
+        Returns:
+            Plain data.
         """
-        if self._first is not None and not self._has_new_level:
-            self._first = self._first._replace(error=min(error, self._first.error))
-
-    def check_cycle(
-        self,
-        loss: float | None,
-        error: float | None = None,
-        *,
-        lr: float = 1.0,
-        vanished: float = 0.0,
-    ) -> str | None:
-        """Judge a cycle: why it fails, or None for a good one, which is recorded.
-
-        Args:
-            loss: The mean loss of the cycle; None if no loss was observed.
-            error: The standard error of the loss; None if not known.
-            lr: The highest learning rate of the cycle.
-            vanished: The share of tensors whose gradients have vanished since the first step.
-        """
-        self.scale_correction, self.sees_new_data, self.is_best = 1.0, False, True
-        if loss is None:
-            return None
-        reason = self._reason(loss, error, vanished)
-        if reason is not None and not self._is_new_data(loss):
-            self.record_failure(reason, lr=lr)
-            self._last_bad_loss = loss if math.isfinite(loss) else None
-            return reason
-        if reason is not None:
-            self._accept_new_level()
-        self._record_good(Level(loss, self._scatter(loss) if error is None else error), lr)
-        return None
-
-    def record_failure(self, reason: str, *, lr: float) -> str:
-        """Count a rollback, whatever the loss of the cycle is; returns the reason."""
-        self._spare(lr)
-        self.consecutive_rollbacks += 1
-        self._last_bad_loss = None
-        return reason
-
-    def scale_factor(self, lr: float, ahead: float) -> float:
-        """The factor on the scale for the current rollback, which sets the ceiling.
-
-        Args:
-            lr: The highest learning rate of the cycle that failed.
-            ahead: The highest learning rate of the rest of the run, as it is scaled now.
-        """
-        power = min(self.consecutive_rollbacks - self._was_spared, MAX_POWER)
-        if not power or lr <= 0:  # a learning rate of 0 can be lowered no further
-            return 1.0
-        self.ceiling = min(self.ceiling, lr * self._guard.lower**power)
-        factor = min(self.ceiling / ahead, 1.0) if min(ahead, lr) > 0 else 1.0
-        self._lowered_by *= factor
-        # A false alarm early in a warm-up would cost the whole run.
-        deserves_chance = lr <= self._survived or factor < MUCH_LOWER
-        gets_chance = deserves_chance and not self._has_had_probation
-        self._probation = [PROBATION_CYCLES, self._lowered_by] if gets_chance else []
-        return factor
-
-    def end_rollbacks(self) -> float:
-        """End the rollbacks: the factor that leaves the scale one step below where it was."""
-        raised = self._guard.lower / self._lowered_by
-        self._reset_rollbacks()
-        return raised
-
-    @property
-    def is_out_of_retries(self) -> bool:
-        """Whether the run stops instead of another rollback."""
-        return self.consecutive_rollbacks > self._guard.retries
-
-    def outliers(
-        self, losses: Sequence[float | None], errors: Sequence[float | None]
-    ) -> dict[int, str]:
-        """The replicas whose losses lie far above those of the others, each with a text."""
-        share = self._guard.share * self._gain()
-        return outliers(losses, errors, lambda middle: share or UNGAINED_SHARE * abs(middle))
-
-    def _reason(self, loss: float, error: float | None, vanished: float) -> str | None:
-        if not math.isfinite(loss):
-            return f"loss is {loss}"
-        if self._first is None or self.abstains:
-            return None
-        if vanished >= VANISHED_SHARE and not self._has_gained():
-            return f"the gradients of {vanished:.0%} of the tensors have vanished"
-        limit = self._limit(self._scatter() if error is None else error)
-        if loss <= limit:
-            return None
-        level = self._level(self._first).loss
-        return f"mean loss {loss:.4g} exceeds the limit {limit:.4g} (best level {level:.4g})"
-
-    def _limit(self, error: float) -> float:
-        """The highest loss of a cycle that does not fail."""
-        assert self._first is not None
-        level = self._level(self._first)
-        noise = max(self._noise(), level.error)
-        known = math.hypot(level.error, min(max(error, noise), MAX_NOISE_RATIO * noise))
-        share = self._guard.share * self._gain()
-        if not self._has_gained():
-            share = max(share, UNGAINED_SHARE * abs(level.loss))
-        return level.loss + self._tolerance * max(self._guard.deviations * known, share)
-
-    def _level(self, first: Level) -> Level:
-        """The lowest level so far, unless the first loss shows by now that it was a failure."""
-        best = self._best
-        if best is None:
-            return first
-        above = self._guard.deviations * math.hypot(first.error, best.error)
-        return best if best.loss <= first.loss + above else first
-
-    def _gain(self) -> float:
-        """What the run has gained since its first loss."""
-        if self._first is None or self._best is None:
-            return 0.0
-        return max(self._first.loss - self._best.loss, 0.0)
-
-    def _has_gained(self) -> bool:
-        if self._first is None or self._best is None:
-            return False
-        return self._gain() > GAIN_DEVIATIONS * math.hypot(self._first.error, self._best.error)
-
-    def _noise(self) -> float:
-        """The usual error of a good cycle's loss."""
-        return median(level.error for level in self._recent) if self._recent else 0.0
-
-    def _scatter(self, *more: float) -> float:
-        """The noise of a cycle of one step, by how cycles differ: one loss does not show it."""
-        losses = [*(level.loss for level in self._recent), *more]
-        first = [] if self._first is None else [self._first.error]
-        return UNSURE * max(first + ([stdev(losses)] if len(losses) > 1 else [0.0]))
-
-    def _record_good(self, cycle: Level, lr: float) -> None:
-        self._first = cycle if self._first is None else self._first
-        self._recent = [*self._recent, cycle][-NOISE_CYCLES:]
-        level = level_of(self._recent)
-        self.is_best = cycle.loss < min(self._lowest_loss, self._first.loss + self._first.error)
-        self._lowest_loss = min(self._lowest_loss, cycle.loss)
-        if self._best is None or level.loss < self._best.loss:
-            self._best = level
-        self._survived = max(self._survived, lr)
-        self.abstains = self.abstains and not self._has_gained()
-        self._cycles_since_spared += 1
-        self._reset_rollbacks()
-        self._count_probation()
-
-    def _count_probation(self) -> None:
-        """Raise a learning rate that was lowered by one step, after so many good cycles."""
-        left, lowered_by = self._probation or (math.inf, 1.0)
-        if left > 1:
-            self._probation = [left - 1, lowered_by] if self._probation else []
-            return
-        step = min(1 / self._guard.lower, 1 / lowered_by)
-        is_whole = lowered_by * step > 1 - 1e-9
-        self.scale_correction *= step
-        self._has_had_probation = True
-        self._probation = [] if is_whole else [PROBATION_CYCLES, lowered_by * step]
-        self.ceiling = math.inf if is_whole else self.ceiling * step
-
-    def _spare(self, lr: float) -> None:
-        """Spare a learning rate that has trained well, unless it was spared lately."""
-        if self.consecutive_rollbacks or self._probation:
-            return
-        if lr <= self._survived and self._cycles_since_spared >= SPARE_EVERY:
-            self._was_spared, self._cycles_since_spared = True, 0
-
-    def _is_new_data(self, loss: float) -> bool:
-        """Whether weights that hardly move any more have the same high loss again and again."""
-        last, first = self._last_bad_loss, self._first
-        if self.consecutive_rollbacks < NEW_DATA_AFTER or last is None or first is None:
-            return False
-        rise = abs(last - self._level(first).loss) + self._noise()
-        return math.isfinite(loss) and abs(loss - last) <= NEW_DATA_TOLERANCE * rise
-
-    def _accept_new_level(self) -> None:
-        """Go on from a new level: earlier losses are no measure for it."""
-        self.abstains, self._tolerance = not self._has_gained(), self._tolerance * TOLERANCE_GROWTH
-        self.scale_correction, self.sees_new_data = 1 / self._lowered_by, True
-        self._recent, self._best, self._lowest_loss = [], None, math.inf
-        self._first, self._has_new_level = None, True
-        self._probation, self.ceiling = [], math.inf
-
-    def _reset_rollbacks(self) -> None:
-        self.consecutive_rollbacks, self._last_bad_loss = 0, None
-        self._lowered_by, self._was_spared = 1.0, False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "recent": [list(level) for level in self._recent],
-            "best": None if self._best is None else list(self._best),
-            "lowest": self._lowest_loss,
-            "first": None if self._first is None else list(self._first),
-            "new_level": self._has_new_level,
-            "ceiling": self.ceiling,
-            "tolerance": [self.abstains, self._tolerance],
-            "survived": self._survived,
-            "rollbacks": self.consecutive_rollbacks,
-            "last_bad": self._last_bad_loss,
-            "spared": [self._was_spared, self._cycles_since_spared],
-            "lowered_by": self._lowered_by,
-            "probation": [[*self._probation], self._has_had_probation],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, also from one of the guard before there was a ceiling."""
-        state = state_of_spike_guard(state, SPARE_EVERY) if "good" in state else state
-        self._recent = [Level(*level) for level in state["recent"]]
-        self._best = None if state["best"] is None else Level(*state["best"])
-        self._lowest_loss = state["lowest"]
-        self._first = None if state["first"] is None else Level(*state["first"])
-        self._has_new_level = state["new_level"]
-        self.ceiling, self._survived = state["ceiling"], state["survived"]
-        self.abstains, self._tolerance = state["tolerance"]
-        self.consecutive_rollbacks, self._last_bad_loss = state["rollbacks"], state["last_bad"]
-        self._was_spared, self._cycles_since_spared = state["spared"]
-        self._lowered_by = state["lowered_by"]
-        self._probation, self._has_had_probation = state["probation"]
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = settings.pop("metric") is not None
+        return {**settings, "metric": "given"} if given else settings

@@ -1,7 +1,9 @@
 """Level: what the loss of a run usually is. Plain Python."""
 
+import math
 from collections.abc import Sequence
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 from typing import NamedTuple
 
 LEVEL_CYCLES = 5
@@ -25,3 +27,13 @@ def level_of(cycles: Sequence[Level]) -> Level:
         return cycles[-1]
     last = cycles[-LEVEL_CYCLES:]
     return Level(median(one.loss for one in last), median(one.error for one in last))
+
+
+def scatter_of(losses: Sequence[float]) -> float:
+    """The noise of losses by how they differ from one to the next: a trend is no noise.
+
+    >>> scatter_of([1.0, 2.0, 3.0, 4.0])
+    0.7071067811865476
+    """
+    squares = [(after - before) ** 2 for before, after in pairwise(losses)]
+    return math.sqrt(fmean(squares) / 2) if squares else 0.0

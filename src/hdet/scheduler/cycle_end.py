@@ -10,9 +10,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
-from hdet.control.guard import RELIEF
+from hdet._validation import number_of
+from hdet.control.guard_monitor import ABSTENTION, RELIEF
 from hdet.control.replica_health import ReplicaHealth, ReplicasLost, check_health
 from hdet.records.events import ConvergeCost, CycleEvent, ExcludedReplica, GuardEvent
 from hdet.records.knob_entries import MovedKnob, knob_entries
@@ -35,6 +37,7 @@ class CycleEnd:
 
     def __init__(self, run: Run, search_phase: SearchPhase) -> None:
         self._run, self._search_phase = run, search_phase
+        self._has_said_memory = False
 
     def close(self, trained_with: Sequence[float]) -> None:
         """End a cycle, whose last step had these base learning rates."""
@@ -58,6 +61,9 @@ class CycleEnd:
         run.next_cycle()
         if run.good_point is not None and run.good_point.monitor.is_best:
             run.good_point.take(run.progress.step)
+            if not self._has_said_memory:
+                self._has_said_memory = True
+                run.log.info(f"guard keeps a snapshot of {run.good_point.memory()}.")
         timers = run.log.probe_timers if scores is not None else Timers()
         run.log.write(event, replace(timers, converge=stopwatch), wait=run.progress.is_over())
         if correction is not None:
@@ -68,13 +74,21 @@ class CycleEnd:
     def _correct_scale(self) -> GuardEvent | None:
         """Raise the scale again where the guard has lowered it for nothing."""
         run = self._run
-        factor = 1.0 if run.good_point is None else run.good_point.monitor.scale_correction
-        if factor == 1.0:
+        monitor = None if run.good_point is None else run.good_point.monitor
+        if monitor is None or (monitor.scale_correction == 1.0 and not monitor.sees_new_data):
             return None
+        factor, step = monitor.scale_correction, run.progress.step
         run.knob_bank.rescale(factor)
-        run.log.info(f"guard raised the learning rate again, by {factor:.3g}: {RELIEF}.")
-        step = run.progress.step
-        return GuardEvent(step=step, reason=RELIEF, back_to=step, factor=factor)
+        if monitor.sees_new_data:
+            reason = ABSTENTION
+            run.log.info(
+                f"guard abstains at step {step}: {ABSTENTION}. It multiplies the learning rate by "
+                f"{factor:.3g}. If the loss does not show quality, give Guard(metric=...)."
+            )
+        else:
+            reason = RELIEF
+            run.log.info(f"guard raised the learning rate again, by {factor:.3g}: {RELIEF}.")
+        return GuardEvent(step=step, reason=reason, back_to=step, factor=factor)
 
     def note_first_loss(self, report: CycleReport) -> None:
         """Tell the guard the loss of the first step, once."""
@@ -93,12 +107,24 @@ class CycleEnd:
         several = run.replicas.size > 1
         compare = (*trainable, TensorKind.FROZEN, TensorKind.BUFFERS, *state) if several else ()
         # Distances cost a pass over the weights, and only the record shows them.
-        measures = several and run.has_record
-        report = run.exchange(*compare, measures=measures, scores=scores)
+        measures, metric = several and run.has_record, self._metric()
+        report = run.exchange(*compare, measures=measures, scores=scores, metric=metric)
         self._check_losses(report)
         self._check_scores(report)
-        warn_without_losses(run, report)
+        if metric is None:
+            warn_without_losses(run, report)
         return report
+
+    def _metric(self) -> Tensor | None:
+        """What the user's metric of the guard returns, once for each replica of this process."""
+        run = self._run
+        metric = None if run.good_point is None else run.good_point.monitor.guard.metric
+        if metric is None:
+            return None
+        value = metric()
+        number = math.nan if value is None else number_of("metric", value)
+        number = number if math.isfinite(number) else math.nan
+        return torch.full((len(run.replicas.local),), number, dtype=torch.float64)
 
     def _rolls_back(self, report: CycleReport) -> bool:
         """Restore earlier weights if the run fails; return whether it did."""
@@ -210,6 +236,8 @@ class CycleEnd:
             return monitor.record_failure("no replica has finite weights and a finite loss", lr=lr)
         if report.num_bad_buffers and report.num_bad_buffers > good_point.num_bad_buffers():
             return monitor.record_failure("buffers are not finite", lr=lr)
+        if monitor.guard.metric is not None:
+            loss, error = report.metric, None
         return monitor.check_cycle(loss, error, lr=lr, vanished=report.vanished)
 
     def _mean_loss(self, report: CycleReport) -> tuple[float | None, float | None]:

@@ -14,6 +14,7 @@ from hdet.control.knob_state import Sensitivity
 from hdet.knobs.param_groups import check_groups
 from hdet.scheduler import state
 from hdet.scheduler.run import Run
+from hdet.weights.inventory import ALL_KINDS, WEIGHTS
 
 
 class RunReadings(LRScheduler):
@@ -113,6 +114,58 @@ class RunReadings(LRScheduler):
         """Let a search that a checkpoint goes on with start with the random numbers of now."""
         if self._run.progress.trial is not None:
             self._run.progress.trial.keep_random_state()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the weights that the guard would restore; None without a guard."""
+        good_point = self._run.good_point
+        return None if good_point is None else good_point.step
+
+    @contextmanager
+    def best_weights_shown(self) -> Iterator[int | None]:
+        """Show what the guard would restore, to save it beside the present weights.
+
+        Inside, model, optimizer and outer optimizer have the best weights and states of the run,
+        averaged over the replicas. Afterwards everything is as before. All replicas must enter it.
+
+        Yields:
+            The step of the best weights. None if nothing is shown: without a guard, or where the
+            present weights are the best ones.
+        """
+        run = self._run
+        if run.good_point is None or run.good_point.step == run.progress.step:
+            yield None
+            return
+        with run.good_point.shown():
+            report, health = run.exchange_health(*ALL_KINDS)
+            kinds = ALL_KINDS if report.optimizer_states_match else WEIGHTS
+            averager = run.weights.averager
+            averager.average_without_outer_step_(health.healthy, kinds, report.agreed)
+            yield run.good_point.step
+
+    @contextmanager
+    def best_weights_loaded(self, step: int) -> Iterator[None]:
+        """Give the guard the best weights of a saved run, after everything else was loaded.
+
+        Inside, load them into model, optimizer and outer optimizer. Afterwards these have their own
+        weights and states again.
+
+        Args:
+            step: The step of the best weights, as `best_weights_shown()` yields it.
+
+        Yields:
+            None.
+
+        Raises:
+            RuntimeError: If the run has no guard.
+        """
+        good_point = self._run.good_point
+        if good_point is None:
+            raise RuntimeError(
+                "`best_weights_loaded()` needs a guard. Load nothing if `best_step` is None."
+            )
+        with good_point.loaded(step):
+            yield
 
     @property
     def is_scouting(self) -> bool:

@@ -303,7 +303,11 @@ class Run:
                 torch.clear_autocast_cache()
 
     def exchange(
-        self, *compare: TensorKind, measures: bool = False, scores: Tensor | None = None
+        self,
+        *compare: TensorKind,
+        measures: bool = False,
+        scores: Tensor | None = None,
+        metric: Tensor | None = None,
     ) -> CycleReport:
         """Exchange losses, scores and fingerprints with all replicas."""
         return exchange_reports(
@@ -314,6 +318,7 @@ class Run:
             compare=compare,
             measure_distances=measures,
             scores=scores,
+            metric=metric,
         )
 
     def exchange_health(self, *compare: TensorKind) -> tuple[CycleReport, ReplicaHealth]:

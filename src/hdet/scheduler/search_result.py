@@ -175,7 +175,8 @@ def how_sure(estimate: Estimate) -> str:
     if not math.isfinite(estimate.within) or not estimate.shares:
         return ""
     parts = [f"{name} {share:.0%}" for name, share in estimate.shares.items() if share >= 0.005]
-    return f"; the best is probably within a factor of {estimate.within:.2g} ({', '.join(parts)})"
+    within, evidence = estimate.stated_within, ", ".join(parts)
+    return f"; the best is probably within a factor of {within:.2g} ({evidence})"
 
 
 def caution_about(trial: SearchTrial, estimate: Estimate) -> str:
@@ -200,10 +201,13 @@ def _advice(trial: SearchTrial, estimate: Estimate) -> str:
     if found_nothing or estimate.reason is Reason.NOTHING_FOUND:
         return "found no difference between learning rates"
     if estimate.is_guess:
-        changes = not 1 / GUESS_RATIO <= estimate.factor <= GUESS_RATIO
+        # A learning rate that is lowered below an explosion has evidence.
+        is_lower = estimate.factor < 1 / GUESS_RATIO
+        lowered = is_lower and estimate.reason is not Reason.BELOW_DIVERGENCE
+        changes = lowered or estimate.factor > GUESS_RATIO
         text = (
-            "saw hardly any difference between learning rates, and took what is usual for this "
-            "optimizer"
+            "saw too little difference between learning rates to decide by it, and took mostly "
+            "what is usual for this optimizer"
         )
         return text if changes else ""
     if Reason.NO_TIME in reasons and estimate.reason is not Reason.GIVEN_IS_KEPT:
@@ -228,7 +232,7 @@ def search_event(
         reference_lrs=rates,
         factor=None if estimate is None else estimate.factor,
         factor_reason="" if estimate is None else estimate.text,
-        within=None if estimate is None else estimate.within,
+        within=None if estimate is None else estimate.stated_within,
         shares={} if estimate is None else estimate.shares,
         divergence=search.divergence,
         reason=describe(search.reasons),

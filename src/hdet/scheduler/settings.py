@@ -123,8 +123,8 @@ def as_plain_data(settings: Settings) -> dict[str, Any]:
         own = asdict(controller) if is_dataclass(controller) else vars(controller)
         entries["controller"] = {"kind": type(controller).__name__, **own}
     entries["knobs"] = [knob.describe() for knob in settings.knobs]
-    for name in ("scout", "guard"):
-        entries[name] = None if entries[name] is None else asdict(entries[name])
+    entries["scout"] = None if settings.scout is None else asdict(settings.scout)
+    entries["guard"] = None if settings.guard is None else settings.guard.describe()
     entries["outer"] = None if settings.outer is None else describe_outer(settings.outer)
     entries["scaler"] = None if settings.scaler is None else settings.scaler.state_dict()
     entries["probe"] = None if settings.probe is None else settings.probe.describe()

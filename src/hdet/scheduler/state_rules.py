@@ -195,7 +195,8 @@ _GUARD = entries(
         "spared": row(flag, _COUNT),
         "lowered_by": number(above=0),
         "probation": row(list_of(number()), flag),
-    }
+    },
+    {"lowered_in_all": number(above=0), "trained_with": _SIZE},
 )
 _OLD_GUARD = entries(
     {"good": list_of(number()), "first": optional(number()), "in_a_row": _COUNT},

@@ -50,6 +50,8 @@ class CycleReport(NamedTuple):
     """Scores of the probe, lower is better, one for each of its batches; None without a probe."""
     vanished: float = 0.0
     """Share of tensors whose gradients have vanished on all replicas since the first step."""
+    metric: float | None = None
+    """Mean of what the user's metric of the guard returned; None if it said nothing."""
     num_bad_buffers: int = 0
     """Elements of the buffers that are not finite on any replica."""
 
@@ -79,6 +81,7 @@ def exchange_reports(
     compare: Sequence[TensorKind],
     measure_distances: bool = False,
     scores: Tensor | None = None,
+    metric: Tensor | None = None,
 ) -> CycleReport:
     """Gather one row from every replica. All processes must call this together.
 
@@ -90,6 +93,7 @@ def exchange_reports(
         compare: The kinds of tensors to compare between replicas.
         measure_distances: Whether to measure how far apart the weights are.
         scores: Score rows of a probe, one for each replica of this process.
+        metric: The number that the guard judges, for each replica of this process, or NaN.
 
     Returns:
         The report, equal on all processes.
@@ -106,6 +110,9 @@ def exchange_reports(
         blocks[kind] = _as_column(pack_fingerprints(weights.checks.fingerprints(kind)), status)
     if scores is not None:
         blocks["scores"] = merge_scores(replicas.gather_parts(_as_column(scores, status)))
+    if metric is not None:
+        parts = replicas.gather_parts(_as_column(metric, status)[:, None])
+        blocks["metric"] = parts.nanmean(1)
     nothing = status[:, :0]
     sample = _as_column(weights.checks.sample(), status) if measure_distances else nothing
     gathered = _gather(replicas, {**blocks, "sample": sample})
@@ -116,6 +123,7 @@ def exchange_reports(
         distances=gathered["distances"].flatten().tolist(),
         agreed={kind: equal_fingerprints(gathered[kind]) for kind in compare},
         scores=None if scores is None else unpack_scores(gathered["scores"].tolist()),
+        metrics=[] if metric is None else gathered["metric"].flatten().tolist(),
     )
 
 
@@ -165,6 +173,7 @@ def _report(
     distances: Sequence[float],
     agreed: Agreed,
     scores: list[list[float]] | None,
+    metrics: list[float],
 ) -> CycleReport:
     # Buffers may hold infinities by design; those that only some replicas have are damage.
     least_bad = min(row.num_bad_buffers for row in rows)
@@ -180,6 +189,7 @@ def _report(
         first_error=_error_of_first(rows),
         scores=scores,
         vanished=min(row.vanished for row in rows),
+        metric=_mean_of_finite(metrics),
         num_bad_buffers=int(least_bad),
     )
 

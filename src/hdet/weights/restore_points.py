@@ -1,14 +1,16 @@
 """Snapshots of a run that it can return to: its start, and its best average."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hdet.control.guard import Guard, GuardMonitor
+from hdet.control.guard import Guard
+from hdet.control.guard_monitor import GuardMonitor
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.snapshot import Snapshot
 
@@ -160,6 +162,36 @@ class GoodPoint:
     def restore(self) -> None:
         """Restore the best weights."""
         self._point.restore()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, replicas have the best weights and optimizer states; afterwards their own."""
+        with self._own_afterwards():
+            self.restore()
+            yield
+
+    @contextmanager
+    def loaded(self, step: int) -> Iterator[None]:
+        """Inside, others load the best weights, of this step; afterwards replicas have their own.
+
+        If the block raises, the snapshot stays as it is.
+        """
+        with self._own_afterwards():
+            yield
+            self.take(step)
+
+    @contextmanager
+    def _own_afterwards(self) -> Iterator[None]:
+        own = self._weights.snapshot(offload=self._offload)
+        try:
+            yield
+        finally:
+            self._weights.restore_(own)
+
+    def memory(self) -> str:
+        """The size of the snapshot, and where it lies, in words."""
+        where = "host memory" if self._offload else "the memory of the device"
+        return f"{self.snapshot.num_bytes() / 2**20:.3g} MiB in {where} of each process"
 
     def close(self) -> None:
         """Release what the restore point holds on to."""

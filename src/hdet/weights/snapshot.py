@@ -46,6 +46,20 @@ class Snapshot(NamedTuple):
         """The weights and buffers alone."""
         return ModelCopy(self.weights, self.buffers)
 
+    def num_bytes(self) -> int:
+        """The memory of the snapshot in this process."""
+        owned = [t for row in (*self.weights, *self.buffers) for t in row.values()]
+        entries = [
+            entry
+            for state in (*self.states, self.outer or {})
+            for value in state.values()
+            if isinstance(value, dict)
+            for entry in value.values()
+        ]
+        owned += [e.tensor if isinstance(e, OffloadedTensor) else e for e in entries if is_held(e)]
+        once = {id(tensor): local(tensor) for tensor in owned}
+        return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
+
     def has_weights_of(self, other: "Snapshot") -> bool:
         """Whether both snapshots hold the same weights, whatever else they hold."""
         if [list(mine) for mine in self.weights] != [list(theirs) for theirs in other.weights]:
@@ -72,6 +86,11 @@ class OffloadedTensor(NamedTuple):
         """Copy the tensor back to its device."""
         tensor = self.tensor.to(self.device, copy=True)
         return tensor if self.layout is None else self.layout.wrap(tensor)
+
+
+def is_held(entry: Any) -> bool:
+    """Whether an entry of an optimizer state is a tensor, perhaps an offloaded one."""
+    return isinstance(entry, (Tensor, OffloadedTensor))
 
 
 def take_snapshot(
