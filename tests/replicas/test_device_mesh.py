@@ -523,6 +523,7 @@ def one_of_all(rank: int) -> dict[str, Any]:
     local(bag.across).add_(rank)
     two_steps(rank, bag, optimizer, scheduler)
     results["kept out"] = (local(bag.across).tolist(), bag.experts["own"].tolist())
+    del scheduler
 
     model = net()
     fully_shard(model, mesh=everywhere)
@@ -661,14 +662,17 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
     results["step"] = four[2].last_epoch
 
     # An outer optimizer may be new.
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer.load_state_dict(four[1].state_dict())
     plain = hdet.HDET(
-        OneCycleLR(four[1], 0.02, total_steps=40),
-        model=four[0],
+        OneCycleLR(optimizer, 0.02, total_steps=40),
+        model=model,
         sync_every=5,
         preset="paper",
         gradients="local",
     )
-    run = {"model": four[0], "optimizer": four[1], "scheduler": plain}
+    run = {"model": model, "optimizer": optimizer, "scheduler": plain}
     hdet.load_checkpoint(hdet.save_checkpoint(f"{folder}/plain", **run), **names(four))
     results["nothing old"] = not four[2].outer.state
 
@@ -775,6 +779,7 @@ def test_checkpoint_that_does_not_fit_is_refused_without_changes(tmp_path: Path)
     few_steps(first)
     path = hdet.save_checkpoint(tmp_path, **names(first))
     model = net()
+    model[2].requires_grad_(False)  # the first optimizer does not have it
     before = [p.detach().clone() for p in model.parameters()]
     adamw = torch.optim.AdamW
     constant: Callable[[Any], Any] = partial(LambdaLR, lr_lambda=lambda _: 1.0)
@@ -793,6 +798,7 @@ def test_checkpoint_that_does_not_fit_is_refused_without_changes(tmp_path: Path)
             hdet.load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
         assert all(p.equal(kept) for p, kept in zip(model.parameters(), before, strict=True))
         assert not optimizer.state
+        del scheduler
     shorter = one_replica(model[:2], "adamw")
     with pytest.raises(ValueError, match=r"it lacks \['2.bias', '2.weight'\]"):
         hdet.load_checkpoint(path, **names(shorter))
