@@ -51,7 +51,14 @@ def test_writing_to_the_optimizer_of_the_first_stacked_replica_stops_the_loop() 
     run = small("stacked")
     run.optimizer.each[0].param_groups[0]["lr"] = 1e-5
     with pytest.raises(RuntimeError, match=SETS_LR):
-        run.step()
+        run.optimizer.step()
+
+
+def test_optimizers_of_stacked_replicas_are_checked_before_the_first_step_alone() -> None:
+    run = small("stacked")
+    assert run.optimizer._optimizer_step_pre_hooks
+    run.step()
+    assert not run.optimizer._optimizer_step_pre_hooks
 
 
 def test_stepping_the_base_schedule_too_stops_the_loop() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hdet.scheduler.mixing_optimizer import find_mixed, mixing_error
 from hdet.scheduler.run import Run
@@ -29,6 +30,7 @@ class LoopChecks:
         self._run, self._written = run, run.rates.written
         counted = filter(_can_be_counted, members_of(run.optimizer))
         self._watches = [StepWatch(optimizer, run.log) for optimizer in counted]
+        self._hooks = self._check_before_first_step() if len(run.replicas.local) > 1 else []
         # A search has a watch of its own, and replicas that join have no step in common.
         explores = run.knob_bank.is_spread() and run.progress.trial is None and run.elastic is None
         self._updates = run.weights.watch_updates() if explores else None
@@ -41,10 +43,25 @@ class LoopChecks:
             ValueError: If replicas explore learning rates and the optimizer mixes them.
         """
         self._written.check()
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
         if self._watches:
             self._watches = [watch for watch in self._watches if not watch.sees_call()]
         if self._updates is not None:
             self._check_updates(self._updates)
+
+    def _check_before_first_step(self) -> list[RemovableHandle]:
+        """Check the optimizers of stacked replicas too, which the first step writes over."""
+        weakly = weakref.ref(self._written)  # a hook must not keep the run alive
+
+        def check(*_: Any) -> None:
+            if (written := weakly()) is not None:
+                written.check()
+
+        members = members_of(self._run.optimizer)
+        return [optimizer.register_step_pre_hook(check) for optimizer in members]
 
     def _check_updates(self, updates: UpdateWatch) -> None:
         mixed = find_mixed(self._run, updates)
