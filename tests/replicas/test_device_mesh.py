@@ -672,7 +672,7 @@ def saved_and_loaded(rank: int, folder: str) -> dict[str, Any]:
         preset="paper",
         gradients="local",
     )
-    run = {"model": model, "optimizer": optimizer, "scheduler": plain}
+    run: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": plain}
     hdet.load_checkpoint(hdet.save_checkpoint(f"{folder}/plain", **run), **names(four))
     results["nothing old"] = not four[2].outer.state
 
