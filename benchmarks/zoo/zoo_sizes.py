@@ -1,5 +1,4 @@
-"""Larger models than the search was set with: what do rounds show, and what is found?
--> zoo_sizes.json
+"""What do rounds show, and what is found, with larger models? -> zoo_sizes.json
 
     HDET_DATA=FOLDER python -m benchmarks.zoo.zoo_sizes [--only NAME] [--rounds]
 

@@ -38,9 +38,11 @@ from benchmarks.systems import (
 )
 from benchmarks.zoo import (
     zoo_curves,
+    zoo_ddp,
     zoo_fit,
     zoo_headline,
     zoo_rounds,
+    zoo_sizes,
 )
 
 Result = dict[str, Any]
@@ -120,7 +122,9 @@ HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "zoo": lambda results: zoo_headline.headline(results["rows"]),
     "zoo_curves": lambda results: zoo_curves.headline(results["rows"]),
     "zoo_fit": lambda results: zoo_fit.headline(results["rows"]),
+    "zoo_ddp": lambda results: zoo_ddp.headline(results["rows"]),
     "zoo_rounds": lambda results: zoo_rounds.headline(results["rows"]),
+    "zoo_sizes": lambda results: zoo_sizes.headline(results["rows"]),
 }
 
 
