@@ -193,7 +193,7 @@ def test_search_trains_replicas_alone_then_restores_the_start_and_sets_the_scale
     found = expected_of(points, SearchContext(usual(), peak=S * LR / sum(one_cycle(S)[:S])))
     assert answers[0]["scale"] == pytest.approx(found.factor, rel=1e-6)
     assert (line["factor"], line["factor_reason"]) == (answers[0]["scale"], found.text)
-    assert line["within"] == pytest.approx(found.within)
+    assert line["within"] == pytest.approx(found.stated_within)
     assert line["shares"] == pytest.approx(found.shares)
 
 
