@@ -1,5 +1,6 @@
 """Snapshots of a run that it can return to: its start, and its best average."""
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,10 +112,7 @@ class StartPoint(RestorePoint):
             if (point := this()) is not None:
                 point.finalize()
 
-        def after_load(*_: Any) -> None:
-            if (point := this()) is not None:
-                point._take_loaded()
-
+        after_load = _AfterLoad(this)
         inner = getattr(model, "module", None)  # users also load into the module inside of DDP
         modules = [m for m in (model, inner) if isinstance(m, nn.Module)]
         return [
@@ -122,6 +120,24 @@ class StartPoint(RestorePoint):
             optimizer.register_load_state_dict_post_hook(after_load),
             *(module.register_load_state_dict_post_hook(after_load) for module in modules),
         ]
+
+
+class _AfterLoad:
+    """A hook of a model: takes the snapshot anew after a load.
+
+    Users save models whole, with their hooks. A saved one does nothing, and loads without hdet.
+    """
+
+    def __init__(self, point: weakref.ref[StartPoint]) -> None:
+        self._point = point
+
+    def __call__(self, *_: Any) -> None:
+        if (point := self._point()) is not None:
+            point._take_loaded()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch wants a call that takes anything and returns None.
+        return getattr, (logging.getLogger("hdet.saved"), "debug")
 
 
 class GoodPoint:
