@@ -64,7 +64,8 @@ def train(
     """One run; without a controller at fixed values, or at those that a scout finds."""
     torch.manual_seed(seed)
     task = problem.make(seed, starts)
-    ensemble = hdet.StackedReplicas(task.model, N)
+    dims = (0,) * len(task.batch(0, N))  # a mixture of problems has batches of different sizes
+    ensemble = hdet.StackedReplicas(task.model, N, batch_dim=dims)
     optimizer = ensemble.optimizer(task.optimizer)
     num_steps = problem.cycles * task.sync_every
     knobs = task.knobs

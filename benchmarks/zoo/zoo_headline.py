@@ -114,6 +114,7 @@ def _short(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         f"p90_regret_pct_{name}": quantile(pct, 0.9),
         f"worst_regret_pct_{name}": max(pct),
         f"median_gain_share_pct_{name}": median(shares),
+        f"mean_gain_share_pct_{name}": fmean(min(share, 100.0) for share in shares),
         f"worst_gain_share_pct_{name}": max(shares),
     }
 

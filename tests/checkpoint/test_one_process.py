@@ -227,8 +227,9 @@ def test_other_runs_and_other_paths_are_refused(tmp_path: Path) -> None:
     wide.model[3] = nn.Linear(8, 3, bias=False)  # type: ignore[operator]
     optimizer = torch.optim.AdamW(wide.model.parameters(), lr=0.01)
     base: LRScheduler = OneCycleLR(optimizer, 0.01, total_steps=40)
-    scheduler = hdet.HDET(base, model=wide.model, scout=None)
-    other = {"model": wide.model, "optimizer": optimizer, "scheduler": scheduler}
+    del wide.scheduler
+    wide.scheduler = hdet.HDET(base, model=wide.model, scout=None)
+    other = {"model": wide.model, "optimizer": optimizer, "scheduler": wide.scheduler}
     assert_refused(path, wide, "it lacks \\['3.bias'\\]", **other)
 
 

@@ -448,6 +448,7 @@ def test_scoring_leaves_no_trace_of_what_a_loss_function_does() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the scout saw hardly:UserWarning")
+@pytest.mark.filterwarnings("ignore:the scout saw too little difference")
 def test_batches_are_scored_under_the_autocast_state_of_the_call() -> None:
     dtypes: list[torch.dtype] = []
 

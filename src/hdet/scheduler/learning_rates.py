@@ -14,6 +14,9 @@ from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.progress import Progress
 
+MOMENTA = ("momentum", "betas")
+"""The entries of parameter groups that hold a momentum."""
+
 
 class LearningRates:
     """Base schedule x scale x multiplier, for each local replica and parameter group.
@@ -40,6 +43,8 @@ class LearningRates:
         """What each group's base schedule adds to the share of the given learning rates."""
         self._follows_base = True
         """Whether no group has a learning rate that is held since the hand-over."""
+        self._writes_momenta = False
+        """Whether replicas do not follow the momenta of the schedule by themselves."""
         self._are_equal = False
         """Whether all local replicas have the learning rates of the centre."""
         self.written = param_groups.WrittenRates()
@@ -81,9 +86,13 @@ class LearningRates:
         self._follows_base = self._knob_bank.held is None
         is_search = self._progress.trial is not None
         is_spread = any(row != self._factors[0] for row in self._factors[1:])
+        steered = self._bound_knobs.settings()
+        # A knob on one of Adam's betas writes the entry that also holds the momentum.
+        self._writes_momenta = self._base.momenta is not None and not steered.isdisjoint(MOMENTA)
         # Replicas that follow the user's optimizer would share its tensors.
-        self._are_equal = not (is_search or is_spread or param_groups.has_tensor_rates(users))
-        steered = self._bound_knobs.settings() | (set() if self._are_equal else {"lr"})
+        has_own = is_search or is_spread or param_groups.has_tensor_rates(users)
+        self._are_equal = not (has_own or self._writes_momenta)
+        steered = steered | (set() if self._are_equal else {"lr"})
         self._replicas.optimizers(users, steered)
 
     @property
@@ -97,14 +106,14 @@ class LearningRates:
     def _write_each(self, *, everything: bool) -> None:
         """Write the user's optimizer, and those of the local replicas where an engine has others.
 
-        Within a cycle the schedule itself writes the momenta.
+        Within a cycle the schedule itself writes the momenta, and replicas follow it.
         """
         local = self.local
         rows = [(self._base.optimizer, local[0] if len(local) == 1 else self.centre)]
         rows += zip(self._engines, local, strict=False)
         for optimizer, lrs in rows:
             param_groups.write_learning_rates(optimizer, lrs)
-            if everything:
+            if everything or self._writes_momenta:
                 param_groups.write_momenta(optimizer, self._base.momenta)
         self.written.note(rows, everything=everything)
 

@@ -166,6 +166,7 @@ class RunReadings(LRScheduler):
             )
         with good_point.loaded(step):
             yield
+        self._run.rates.write(everything=True)  # a loaded optimizer has those of the best step
 
     @property
     def is_scouting(self) -> bool:

@@ -192,7 +192,7 @@ def test_methods_and_attributes_of_an_optimizer_reach_all_replicas() -> None:
     assert [one.param_groups[0]["num_steps"] for one in optimizer.each] == [11] * N
 
 
-@pytest.mark.filterwarnings("ignore:the scout saw hardly any difference")
+@pytest.mark.filterwarnings("ignore:the scout saw too little difference")
 @pytest.mark.parametrize("scout", [True, False])
 def test_schedule_free_runs_stacked_with_train_and_eval(scout: bool) -> None:
     """Without a scout it is the plain run, to rounding; evaluation sees the average of weights."""

@@ -46,7 +46,8 @@ class BatchDims:
         dims = self._of_leaves(function, batch)
         _check_leaves(leaves)
         sizes = {size for size, _ in _sizes(leaves, dims)}
-        if len(sizes - {num}) > 1:  # a tensor of N has one value for each replica
+        # Who gives a dimension for each argument knows. A tensor of N has one value a replica.
+        if isinstance(self._dims, int) and len(sizes - {num}) > 1:
             raise ValueError(_different_sizes(leaves, dims))
         parts = [_parts(leaf, dim, num) for leaf, dim in zip(leaves, dims, strict=True)]
         return Batch(*tree_unflatten(parts, structure))
