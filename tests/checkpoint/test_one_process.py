@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR, StepLR
 
 import hdet
 from hdet.checkpoint.manifest import FILE_NAME, FileEntry, Manifest, entry_of, read_manifest
@@ -31,24 +32,32 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 class Loop:
     """A loop that draws its batches at random, over one replica or over several stacked ones."""
 
-    def __init__(self, replicas: int = 1, base: Any = None, optimizers: int = 1) -> None:
+    def __init__(
+        self,
+        replicas: int = 1,
+        base: Any = None,
+        optimizers: int = 1,
+        kind: Callable[..., Any] = torch.optim.AdamW,
+        total: int = 40,
+        spread: float = 0.2,
+    ) -> None:
         self.model = network()
         layers = list(self.model.parameters())
         shares = [layers] if optimizers == 1 else [layers[:2], layers[2:]]
-        self.optimizers: list[Any] = [torch.optim.AdamW(share, lr=0.01) for share in shares]
+        self.optimizers: list[Any] = [kind(share, lr=0.01) for share in shares]
         self.ensemble = hdet.StackedReplicas(self.model, replicas) if replicas > 1 else None
         if self.ensemble is not None:
             self.optimizers = [self.ensemble.optimizer(one) for one in self.optimizers]
-        make_base = base or (lambda one: OneCycleLR(one, 0.01, total_steps=40))
+        make_base = base or (lambda one: OneCycleLR(one, 0.01, total_steps=total))
         bases = [make_base(one) for one in self.optimizers]
         self.scheduler = hdet.HDET(
             bases if optimizers > 1 else bases[0],
             model=self.model,
             replicas=self.ensemble,
             sync_every=5,
-            total_steps=40,
+            total_steps=total,
             scout=None,
-            spread=0.2 if replicas > 1 else 0.0,
+            spread=spread if replicas > 1 else 0.0,
             guard=hdet.Guard(),
         )
 
@@ -63,6 +72,8 @@ class Loop:
             x = torch.randn(12, 3) + shift
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
+                if hasattr(optimizer, "train"):  # Schedule-Free
+                    optimizer.train()
             if self.ensemble is None:
                 losses = loss_of(self.model, x)
             else:
@@ -95,6 +106,9 @@ MAKES: dict[str, Callable[[], Loop]] = {
     "stacked": lambda: Loop(3),
     "two optimizers": lambda: Loop(optimizers=2),
     "two optimizers, stacked": lambda: Loop(3, optimizers=2),
+    "stacked, an optimizer that counts": lambda: Loop(
+        3, lambda one: LambdaLR(one, lambda _: 1.0), kind=AdamWScheduleFree, spread=0.0
+    ),
     "milestones": lambda: Loop(base=lambda one: MultiStepLR(one, [14, 16])),
 }
 
@@ -106,6 +120,19 @@ def test_resumed_run_is_bit_equal_to_the_one_that_went_on(name: str, tmp_path: P
     assert path == tmp_path / "step-00000012" == hdet.latest_checkpoint(tmp_path)
     theirs = loop.steps(13).everything()  # to the end of a cycle
     assert again(path, MAKES[name], 13).everything() == theirs
+
+
+def test_checkpoint_goes_on_with_another_length(tmp_path: Path) -> None:
+    """The saved learning rates do not stay in the groups."""
+    path = hdet.save_checkpoint(tmp_path, **Loop().steps(12).parts)
+    longer = again(path, lambda: Loop(total=80), 3)
+    base = Loop(total=80).steps(15)
+    assert longer.scheduler.get_last_lr() == base.scheduler.get_last_lr()
+
+
+def test_first_start_without_a_checkpoint_is_refused_clearly(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="got None: the folder has none yet"):
+        hdet.load_checkpoint(hdet.latest_checkpoint(tmp_path), **Loop().parts)
 
 
 def test_stacked_run_goes_on_as_one_replica_and_back(tmp_path: Path) -> None:

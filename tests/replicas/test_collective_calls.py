@@ -47,8 +47,14 @@ class Loop:
             self.scheduler.step(loss)
 
     def save(self, folder: str) -> None:
-        run = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        hdet.save_checkpoint(folder, **run)  # type: ignore
+        hdet.save_checkpoint(folder, **self.parts)
+
+    def load(self, folder: str) -> None:
+        hdet.load_checkpoint(hdet.latest_checkpoint(folder), **self.parts)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     @property
     def group(self) -> Any:
@@ -137,7 +143,8 @@ def logged_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def wait_alone(rank: int, folder: str) -> tuple[list[str], Tensor]:
     loop = Loop(T + 1)
-    calls = [loop.scheduler.converge, show(loop), lambda: loop.save(folder)]
+    calls = [loop.scheduler.converge, show(loop)]
+    calls += [lambda: loop.save(folder), lambda: loop.load(folder)]
     if rank:
         for number, call in enumerate(calls, start=1):
             store().set(f"ready {number}", "")
@@ -168,6 +175,7 @@ def test_process_that_waits_alone_logs_who_is_missing_and_goes_on_when_it_comes(
         waited.format("`converge()`", "the end of a cycle at step 4"),
         waited.format("`consensus()`", "`converge()` at step 5"),
         waited.format("`save_checkpoint()`", "`consensus()` at step 5"),
+        waited.format("`load_checkpoint()`", "`save_checkpoint()` at step 5"),
     ]
     assert torch.equal(weight, other)
 

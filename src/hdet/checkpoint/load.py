@@ -37,7 +37,7 @@ class Content(NamedTuple):
 
 
 def load_checkpoint(
-    path: str | Path,
+    path: str | Path | None,
     *,
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -54,7 +54,7 @@ def load_checkpoint(
     number of processes each of them goes on with its own random numbers.
 
     Args:
-        path: The checkpoint, such as `hdet.latest_checkpoint(folder)`.
+        path: The checkpoint, such as `hdet.latest_checkpoint(folder)`. None is refused.
         model: A model like the saved one. The weights are loaded into it.
         optimizer: An optimizer of the same kind and parameter groups, or a list like the saved
             one. Its state is replaced.
@@ -73,7 +73,23 @@ def load_checkpoint(
     Example:
         See `save_checkpoint`.
     """
-    path, processes = Path(path), Processes()
+    if path is None:
+        raise TypeError(
+            "`path` must be a checkpoint, got None: the folder has none yet. Load only if "
+            "`hdet.latest_checkpoint(folder)` finds one."
+        )
+    with scheduler.collective_call("`load_checkpoint()`"):
+        return _load_run(Path(path), model, optimizer, scheduler, scaler)
+
+
+def _load_run(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scheduler: HDET,
+    scaler: GradScaler | None,
+) -> Any:
+    processes = Processes()
     content = _read_content(path, processes)
 
     def prepare() -> tuple[list[Part], list[dict[str, Tensor]]]:

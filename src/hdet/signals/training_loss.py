@@ -8,6 +8,7 @@ ends with such a loss is lost.
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +101,10 @@ class TrainingLoss:
     def _copied(self, loss: Any) -> Observed:
         """The values of a loss: numbers if it lies in host memory, where reading does not wait."""
         if not isinstance(loss, Tensor):
-            if not isinstance(loss, (float, int)):
+            if not isinstance(loss, Real):  # NumPy's are
                 raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
             self._check_num(1, ())
-            return loss
+            return float(loss)
         values = whole(loss)
         if values.numel() != self._num_local:
             self._check_num(values.numel(), values.shape)

@@ -145,8 +145,11 @@ class StackedOptimizer(EngineOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for optimizer in self.each:
             optimizer.load_state_dict(copy.deepcopy(state_dict))
-        for mine, first in zip(self.param_groups, self.each[0].param_groups, strict=True):
-            mine.update({key: value for key, value in first.items() if key != "params"})
+        groups = zip(self.param_groups, self.each[0].param_groups, self._progress, strict=True)
+        for mine, first, progress in groups:
+            loaded = {key: value for key, value in first.items() if key != "params"}
+            mine.update(loaded)
+            progress.update(loaded)  # all replicas have it already
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
