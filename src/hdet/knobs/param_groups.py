@@ -150,7 +150,7 @@ class WrittenRates:
         self._versions: dict[int, int] = {}
         """Tensor (by its id) -> the number of writes to it."""
 
-    def note(self, rows: Rows, *, everything: bool = True) -> None:
+    def note(self, rows: Rows, *, everything: bool) -> None:
         """Remember learning rates, right after they were written.
 
         Args:
@@ -167,18 +167,26 @@ class WrittenRates:
             }
             self._has_tensors = bool(self._versions)
 
+    def note_numbers(self, optimizer: Optimizer, lrs: list[float]) -> None:
+        """Remember the learning rates of the only optimizer, none of them a tensor."""
+        self._rows = ((optimizer, lrs),)
+
     def check(self) -> None:
         """Raise a RuntimeError if something else has written a learning rate since."""
         for optimizer, lrs in self._rows:
-            for group, lr in zip(optimizer.param_groups, lrs, strict=False):
-                if group["lr"] is not lr and not self._is_ours(group["lr"], lr):
-                    place = [one is group for one in optimizer.param_groups].index(True)
-                    raise RuntimeError(
-                        f"`param_groups[{place}]['lr']` must be set by hdet alone, which wrote "
-                        f"{lr:.6g}, got {float(group['lr']):.6g}. Remove the line of the training "
-                        "loop that sets param_group['lr'] or steps the base schedule. If that "
-                        "line is your schedule, pass it to HDET as `schedule=`."
-                    )
+            found = [group["lr"] for group in optimizer.param_groups]
+            if self._has_tensors or found != lrs:  # a tensor would make the host wait
+                self._check_each(found, lrs)
+
+    def _check_each(self, found: Sequence[Any], lrs: Sequence[float]) -> None:
+        for place, (now, lr) in enumerate(zip(found, lrs, strict=False)):
+            if now is not lr and not self._is_ours(now, lr):
+                raise RuntimeError(
+                    f"`param_groups[{place}]['lr']` must be set by hdet alone, which wrote "
+                    f"{lr:.6g}, got {float(now):.6g}. Remove the line of the training loop that "
+                    "sets param_group['lr'] or steps the base schedule. If that line is your "
+                    "schedule, pass it to HDET as `schedule=`."
+                )
 
     def _is_ours(self, now: Any, lr: float) -> bool:
         if isinstance(now, Tensor):

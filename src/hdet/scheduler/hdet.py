@@ -217,7 +217,9 @@ class HDET(SearchCalls):
         """
         if self._visiting:
             self._refuse_while_visiting("step()")
-        self._loop.check()
+        self._run.rates.written.check()
+        if not self._loop.is_over:
+            self._loop.check()
         if loss is not None:
             self._run.training_loss.add(loss, 1.0)
         self._phases.step()
@@ -328,9 +330,8 @@ class HDET(SearchCalls):
             self._start(Run(prepare, model, replicas, record, self._taken_over))
 
     def _start(self, run: Run) -> None:
-        self._run = run
+        self._run, self._visiting = run, False
         self.optimizer: Optimizer = run.optimizer
-        self._visiting = False
         self._phases = Phases(run)
         self._consensus = Consensus(run, self._phases)
         self._phases.search.start()

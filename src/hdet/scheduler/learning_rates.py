@@ -72,7 +72,7 @@ class LearningRates:
             self._write_each(everything=everything)
         else:
             param_groups.write_learning_rates(self._base.optimizer, self.centre)
-            self.written.note([(self._base.optimizer, self.centre)], everything=False)
+            self.written.note_numbers(self._base.optimizer, self.centre)
         if everything or self._bound_knobs.are_scheduled:
             self._bound_knobs.write(
                 self.other_knobs(), self._progress.step, self._base.momenta, everything=everything

@@ -34,23 +34,22 @@ class LoopChecks:
         # A search has a watch of its own, and replicas that join have no step in common.
         explores = run.knob_bank.is_spread() and run.progress.trial is None and run.elastic is None
         self._updates = run.weights.watch_updates() if explores else None
+        self.is_over = False
+        """Whether the loop has shown that it is right."""
 
     def check(self) -> None:
-        """Check the loop, at the beginning of `step()`.
+        """Check the loop, at the beginning of `step()`, until it is over.
 
         Raises:
-            RuntimeError: If something else has written a learning rate.
             ValueError: If replicas explore learning rates and the optimizer mixes them.
         """
-        self._written.check()
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-        if self._watches:
-            self._watches = [watch for watch in self._watches if not watch.sees_call()]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._watches = [watch for watch in self._watches if not watch.sees_call()]
         if self._updates is not None:
             self._check_updates(self._updates)
+        self.is_over = not self._watches and self._updates is None
 
     def _check_before_first_step(self) -> list[RemovableHandle]:
         """Check the optimizers of stacked replicas too, which the first step writes over."""

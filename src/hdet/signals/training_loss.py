@@ -101,7 +101,8 @@ class TrainingLoss:
     def _copied(self, loss: Any) -> Observed:
         """The values of a loss: numbers if it lies in host memory, where reading does not wait."""
         if not isinstance(loss, Tensor):
-            if not isinstance(loss, Real):  # NumPy's are
+            # NumPy's numbers are Real; asking for that is slow.
+            if not isinstance(loss, (float, int)) and not isinstance(loss, Real):
                 raise TypeError(f"`loss` must be a tensor or a number, got {loss!r}.")
             self._check_num(1, ())
             return float(loss)
