@@ -81,7 +81,7 @@ def last_number(said: str, name: str) -> float:
     return float(said.rsplit(name, 1)[1].split()[0])
 
 
-@pytest.mark.parametrize("name", ["by_hand", "epochs", "schedule_free", "ppo"])
+@pytest.mark.parametrize("name", ["by_hand", "fsdp2", "epochs", "schedule_free", "ppo"])
 def test_example_of_a_loop_marks_at_most_four_lines_of_hdet(name: str) -> None:
     lines = (ROOT / f"examples/{name}.py").read_text().splitlines()
     marked = [line for line in lines if "# hdet" in line]
@@ -96,6 +96,14 @@ def test_by_hand_example_finds_its_learning_rate_with_ddp_and_accumulation() -> 
     said = run(*torchrun, "examples/by_hand.py", "--steps", "400")
     assert last_number(said, "peak of the learning rate") > 1e-3
     assert last_number(said, "test loss") < 2.2
+
+
+def test_fsdp2_example_finds_its_learning_rate() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    said = run(*torchrun, "examples/fsdp2.py", "--steps", "400")
+    assert last_number(said, "peak of the learning rate") > 1e-3
+    assert last_number(said, "test loss") < 2.3
 
 
 def test_epochs_example_lowers_its_learning_rate_by_epoch() -> None:
