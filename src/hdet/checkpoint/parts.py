@@ -1,4 +1,4 @@
-"""The parts of a run that a checkpoint holds: model, optimizers, scheduler, loss scale.
+"""The parts of a run that a checkpoint holds: model, optimizers, scheduler, and the guard's best.
 
 A part with tensors of its own is one more class here and one more line in `parts_of`.
 """
