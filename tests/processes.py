@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 POLL_SECONDS = 5
 """The time between two looks at the CPU time of processes."""
@@ -208,6 +209,7 @@ def _serve(pipe: Connection) -> None:
         pipe.recv()
         if dist.is_initialized():
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # whose layouts name the destroyed groups
 
 
 def _complete_cpu_streams() -> None:
