@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch
 BIN := .venv/bin
 
-.PHONY: demo test check lint walls types docs prose clean
+.PHONY: demo test check integrations lint walls types docs prose clean
 
 demo: .venv/ready
 	$(BIN)/hdet demo
@@ -17,6 +17,10 @@ check: lint walls types docs prose test
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Every trainer and tracker in full; the gate has one short test of each.
+integrations: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations
 
 # Which package may import which: the contracts of pyproject.toml.
 walls: .venv/ready

@@ -101,9 +101,18 @@ def test_warning_without_a_user_frame_does_not_fail() -> None:
 
 
 def test_warning_of_a_constructor_points_at_the_users_line() -> None:
-    base = schedule()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with expected_line(1):
-        hdet.HDET(base)
+        hdet.HDET(optimizer, model=model)  # of unknown length, so without a scout
+
+
+def test_warning_of_a_model_that_never_came_points_at_the_first_step() -> None:
+    base = schedule()
+    scheduler = hdet.HDET(base, total_steps=4000)
+    base.optimizer.step()
+    with expected_line(1):
+        scheduler.step(1.0)
 
 
 def test_warning_behind_torchs_wrapper_of_step_points_at_the_users_line() -> None:

@@ -764,8 +764,10 @@ def train_without_ddp(rank: int) -> None:
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
+    optimizer.step()
     with warns_on_first(rank, "`model` is neither wrapped in DistributedDataParallel"):
-        hdet.HDET(LambdaLR(optimizer, lambda _: 1.0), model=model, preset="paper")
+        scheduler.step()
 
 
 def test_shared_gradients_without_ddp_warn(processes: Processes) -> None:

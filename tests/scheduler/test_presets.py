@@ -172,8 +172,12 @@ def no_scout(words: str) -> Any:
 
 
 def test_warning_says_why_a_run_has_no_scout() -> None:
+    optimizer = small()[1]
+    without_model = hdet.HDET(one_cycle(optimizer))
+    optimizer.step()
     with no_scout("needs `model=`, got None"):
-        assert not hdet.HDET(one_cycle(small()[1])).is_scouting
+        without_model.step(1.0)
+    assert not without_model.is_scouting
     with no_scout("must fit in its `share`"):
         short = least_steps(8) - 1
         stacked(base=lambda o: OneCycleLR(o, 1e-5, total_steps=short, cycle_momentum=False))
@@ -247,12 +251,14 @@ def outside_ddp(rank: int) -> list[str]:
     model, optimizer = small()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        hdet.HDET(one_cycle(optimizer))
+        optimizer.step()
+        hdet.HDET(one_cycle(optimizer)).step(1.0)
         hdet.HDET(one_cycle(optimizer), model=model, gradients="local")
     model, optimizer = small()
     with warnings.catch_warnings(record=True) as also:
         warnings.simplefilter("always")
-        hdet.HDET(one_cycle(optimizer), model=model)
+        optimizer.step()
+        hdet.HDET(one_cycle(optimizer), model=model).step(1.0)
     return [str(warning.message) for warning in [*seen, *also]]
 
 

@@ -169,6 +169,12 @@ class BoundKnobs:
                 each = [state.factor(replica) for replica in self._local]
                 self._write(knob, centre, each, step, momenta, check=everything)
 
+    def write_start(self) -> None:
+        """Give every replica the start values, as they were before the run."""
+        for knob in self._knobs:
+            for target, base in enumerate(knob.bases):
+                knob.write(target, [base] * len(self._local), base)
+
     def _write(
         self,
         knob: BoundKnob,

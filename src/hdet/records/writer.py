@@ -85,17 +85,20 @@ class Recorder:
                 )
 
 
-def open_recorder(record: Record | None, *, is_first: bool) -> Recorder | None:
+def open_recorder(record: Record | Recorder | None, *, is_first: bool) -> Recorder | None:
     """Check `record` on every process, and open it on the first one, which alone writes.
 
     Args:
-        record: A folder, a sink, or a sequence of them; none for a run without a record.
+        record: A folder, a sink, or a sequence of them; none for a run without a record. Or the
+            open recorder of a run whose place another run takes.
         is_first: Whether this process is the one that writes.
 
     Raises:
         TypeError: `record` holds something that is neither a path nor a sink.
         OSError: A file cannot be written.
     """
+    if isinstance(record, Recorder):
+        return record
     targets = check_record(record)
     return Recorder(map(open_sink, targets)) if targets and is_first else None
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -14,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hdet._messages import warn
 from hdet._validation import check_integer, check_names
 from hdet.replicas.collective_calls import CollectiveCalls
 from hdet.replicas.collectives import CollectiveReplicas
@@ -54,6 +54,9 @@ class ProcessReplicas(CollectiveReplicas):
         keep_out: Patterns of parameter names, such as "*.experts.*". These parameters exist once
             in each process and are not averaged.
         bucket_bytes: The memory that an average may use beside the model, in bytes.
+        share_gradients: Switches the averaging of gradients over the replicas on or off. hdet calls
+            it with True or False between two steps. None is for DDP and FSDP2, which hdet switches
+            by itself.
 
     Raises:
         RuntimeError: No process group is initialized.
@@ -81,6 +84,7 @@ class ProcessReplicas(CollectiveReplicas):
         *,
         keep_out: Sequence[str] = (),
         bucket_bytes: int = 64 << 20,
+        share_gradients: Callable[[bool], object] | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -113,14 +117,14 @@ class ProcessReplicas(CollectiveReplicas):
         self._ranks, self._replica_ranks = frozenset(ranks), frozenset(own_ranks)
         self._keep_out = keep_out
         self._matched_patterns: set[str] = set()
-        self._switch = GradientSwitch(self._ranks)
+        self._switch, self._own_switch = GradientSwitch(self._ranks), share_gradients
+        needs_wrapper = share_gradients is None
+        self.capabilities = replace(self.capabilities, needs_wrapped_model=needs_wrapper)
         every_rank = self._check_equal_arguments(bucket_bytes)
         super().__init__(bucket_bytes, device_types(self._group))
-        self._calls = CollectiveCalls(
-            self._groups,
-            torch.device(self._device_types[0]),
-            {rank: self._place_of(index) for index, rank in enumerate(every_rank)},
-        )
+        places = {rank: self._place_of(index) for index, rank in enumerate(every_rank)}
+        device = torch.device(self._device_types[0])
+        self._calls = CollectiveCalls(self._groups, device, places)
 
     def _place_of(self, index: int) -> str:
         """What messages call a process, given its place in the order of all processes."""
@@ -229,7 +233,10 @@ class ProcessReplicas(CollectiveReplicas):
 
     # Gradients -------------------------------------------------------------------------------
 
-    def share_gradients(self, model: nn.Module, shared: bool) -> None:
+    def share_gradients(self, model: nn.Module, shared: bool) -> bool:
+        if self._own_switch is not None:
+            self._own_switch(shared)
+            return True
         wrapped = [
             module
             for module in ddp_modules(model)
@@ -240,13 +247,7 @@ class ProcessReplicas(CollectiveReplicas):
         for module in wrapped:
             self._switch_ddp(module, shared)
         is_fsdp2 = self._switch.turn(model, shared)
-        is_first = self.part == 0 and 0 in self.local
-        if shared and self.size > 1 and is_first and not wrapped and not is_fsdp2:
-            warn(
-                "gradients='shared', but `model` is neither wrapped in DistributedDataParallel "
-                "nor sharded by fully_shard on a mesh with the replica dimension: each replica "
-                "steps with its own gradients, unless your loop averages them."
-            )
+        return not shared or self.size == 1 or bool(wrapped) or is_fsdp2
 
     def _switch_ddp(self, module: DistributedDataParallel, shared: bool) -> None:
         # DDP's own no_sync() sets this attribute. It also stops the broadcast of buffers.
@@ -269,6 +270,10 @@ class ProcessReplicas(CollectiveReplicas):
         try:
             check_integer("bucket_bytes", bucket_bytes, at_least=1024)
             check_names("keep_out", self._keep_out)
+            if self._own_switch is not None and not callable(self._own_switch):
+                raise TypeError(
+                    f"`share_gradients` must be a function of one bool, got {self._own_switch!r}."
+                )
         except (TypeError, ValueError) as error:
             problem = error
         mine = {"bucket_bytes": bucket_bytes, "keep_out": self._keep_out, "rank": dist.get_rank()}

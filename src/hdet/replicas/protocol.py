@@ -135,8 +135,8 @@ class Replicas(Protocol):
     def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         """Copy the source's values to the targets. Returns the bytes that were sent."""
 
-    def share_gradients(self, model: nn.Module, shared: bool) -> None:
-        """Switch the averaging of gradients over the replicas on or off."""
+    def share_gradients(self, model: nn.Module, shared: bool) -> bool:
+        """Switch the averaging of gradients on or off; return whether something averages them."""
 
 
 # What engines with a capability offer ------------------------------------------------------------
@@ -344,5 +344,5 @@ class SingleReplica(SingleLocalReplica):
     def copy_(self, rows: Rows, source: int, targets: Sequence[int]) -> int:
         return 0
 
-    def share_gradients(self, model: nn.Module, shared: bool) -> None:
-        pass
+    def share_gradients(self, model: nn.Module, shared: bool) -> bool:
+        return True

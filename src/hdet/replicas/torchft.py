@@ -208,8 +208,9 @@ class TorchftReplicas(CollectiveReplicas):
             num_bytes += wire.nbytes
         return num_bytes
 
-    def share_gradients(self, model: nn.Module, shared: bool) -> None:
+    def share_gradients(self, model: nn.Module, shared: bool) -> bool:
         self.shared = shared  # torchft's own DDP averages them, so there is nothing to switch
+        return True
 
 
 def _shares_gradients(model: nn.Module | None) -> bool:

@@ -20,6 +20,7 @@ from hdet.scheduler.optimizer_rules import OPTIMIZER_RULES
 from hdet.scheduler.rules import Rule, Setup, first_broken
 from hdet.scheduler.scout_rules import DEFAULT_SCOUT_RULES, SCOUT_RULES
 from hdet.scheduler.settings import Settings
+from hdet.scheduler.start_warnings import StartWarnings
 from hdet.weights.outer_optimizer import describe_outer
 
 
@@ -265,7 +266,7 @@ def drop_impossible_scout(
     base: BaseSchedule,
     replicas: Replicas,
     model: nn.Module | None,
-    warn: Warn = warn,
+    warn: StartWarnings,
 ) -> Settings:
     """Leave out the default scout where it cannot run, and warn about it.
 
@@ -274,7 +275,7 @@ def drop_impossible_scout(
         base: The schedule that the run wraps.
         replicas: The engine.
         model: The model, if it is given.
-        warn: Raises a warning. A process that must be quiet passes one that does nothing.
+        warn: The warnings of the construction.
 
     Returns:
         The settings, without the scout if it cannot run.
@@ -287,7 +288,8 @@ def drop_impossible_scout(
     broken = first_broken(DEFAULT_SCOUT_RULES, setup)
     if broken is None:
         return settings
-    warn(f"scout disabled: {broken.message(setup)}. The given learning rate is kept.")
+    say = warn.of_model if broken.is_about_model else warn
+    say(f"scout disabled: {broken.message(setup)}. The given learning rate is kept.")
     return replace(settings, scout=None)
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from hdet._messages import Warn
 from hdet.knobs.specs import LearningRate, flatten_knobs
 from hdet.replicas.protocol import Replicas
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.compatibility import drop_impossible_scout
 from hdet.scheduler.presets import GivenOptions, choose_options, without_scout
 from hdet.scheduler.settings import Settings
+from hdet.scheduler.start_warnings import StartWarnings
 from hdet.tensors.joined_optimizer import members_of
 
 
@@ -22,7 +22,7 @@ def complete_settings(
     replicas: Replicas,
     model: nn.Module | None,
     *,
-    warn: Warn,
+    warn: StartWarnings,
     total_steps: int | None,
     **options: Any,
 ) -> Settings:
@@ -34,7 +34,7 @@ def complete_settings(
         base: The wrapped schedule.
         replicas: The engine.
         model: The user's model.
-        warn: Raises a warning; silent on all processes but the first.
+        warn: The warnings of the construction.
         total_steps: Steps of the run; None takes the length of the schedule.
         **options: The other fields of `Settings`.
     """

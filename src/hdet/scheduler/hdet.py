@@ -6,35 +6,27 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
-from hdet._messages import Warn
 from hdet._validation import number_of
 from hdet.control.controller import Controller
 from hdet.control.guard import Guard
-from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.lr_search.scout import Scout
 from hdet.records.events import NoteEvent, ResumeEvent
 from hdet.records.sinks import Record
-from hdet.replicas.factory import default_replicas
 from hdet.replicas.protocol import Replicas
-from hdet.scheduler import live_runs
 from hdet.scheduler.base_schedule import BaseSchedule
-from hdet.scheduler.consensus import Consensus
 from hdet.scheduler.defaults import complete_settings
 from hdet.scheduler.given_schedule import Base, Schedule
 from hdet.scheduler.joined_schedule import wrap_schedules
-from hdet.scheduler.loop_checks import LoopChecks
-from hdet.scheduler.phases import Phases
+from hdet.scheduler.opening import OpenedRun
 from hdet.scheduler.presets import Auto, GivenOptions, Restart
-from hdet.scheduler.run import Prepare, Run
-from hdet.scheduler.search_calls import SearchCalls
 from hdet.scheduler.settings import Settings
+from hdet.scheduler.start_warnings import StartWarnings
 from hdet.signals.probe import Probe, as_probe
 from hdet.weights.outer_optimizer import OptimizerFactory
 
 
-class HDET(SearchCalls):
+class HDET(OpenedRun):
     """Wraps a torch schedule, and finds and tracks the learning rate inside the run.
 
     Each *replica* is one copy of the model. The learning rate of replica r is
@@ -73,7 +65,8 @@ class HDET(SearchCalls):
             given.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
             scout, the probe and local gradients need it. hdet averages its buffers too. Each of
-            its trainable parameters must belong to an optimizer of the run.
+            its trainable parameters must belong to an optimizer of the run. Where it is wrapped
+            later, call `attach(model)` then.
         schedule: With an optimizer as `base`: a pure function of the step, counted from 0, that
             returns the learning rate of the first parameter group. The other groups keep their
             ratio to it. None keeps the learning rates of the optimizer constant.
@@ -157,7 +150,9 @@ class HDET(SearchCalls):
         lr_bounds: tuple[float, float] | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        def prepare(replicas: Replicas, warn: Warn) -> tuple[BaseSchedule, Settings]:
+        def prepare(
+            replicas: Replicas, trained: nn.Module | None, warn: StartWarnings
+        ) -> tuple[BaseSchedule, Settings]:
             wrapped = wrap_schedules(base, schedule, steps_per_epoch, total_steps, warn)
             given = GivenOptions(spread, sync_every, controller, scout, guard, knobs)
             settings = complete_settings(
@@ -165,7 +160,7 @@ class HDET(SearchCalls):
                 given,
                 wrapped,
                 replicas,
-                model,
+                trained,
                 warn=warn,
                 gradients=gradients,
                 optimizer_state=optimizer_state,
@@ -310,41 +305,9 @@ class HDET(SearchCalls):
                 has the wrong type or range. Nothing is changed then.
         """
         saved = self.check_state_dict(state_dict)
+        self._opened_at = None
         with self._run.collective_call("`load_state_dict()`"):
             self._run.load_progress(saved)
             self._phases.resume(saved)
         self._run.rates.write(everything=True)
         self._run.log.write(ResumeEvent(step=self._run.progress.step))
-
-    # Set-up --------------------------------------------------------------------------------
-
-    def _open(
-        self,
-        prepare: Prepare,
-        model: nn.Module | None,
-        replicas: Replicas | None,
-        record: Record | None,
-    ) -> None:
-        replicas = replicas or default_replicas()
-        with replicas.collective_call("the construction of the scheduler", 0):
-            self._start(Run(prepare, model, replicas, record, self._taken_over))
-
-    def _start(self, run: Run) -> None:
-        self._run, self._visiting = run, False
-        self.optimizer: Optimizer = run.optimizer
-        self._phases = Phases(run)
-        self._consensus = Consensus(run, self._phases)
-        self._phases.search.start()
-        run.renew_good_point()
-        if run.elastic is not None:
-            # A replica that joins gets the state of another one.
-            run.elastic.register(self.load_state_dict, run.progress_state)
-        run.rates.write(everything=True)
-        run.rates.write_after_loading()
-        run.start_record()
-        self._loop = LoopChecks(run)
-        live_runs.register(self, run.optimizer, run.progress)
-
-    def _taken_over(self, base: BaseSchedule) -> OneCycleBounds | None:
-        """Return the bounds of a OneCycleLR whose decay the controller takes over; here none."""
-        return None

@@ -78,6 +78,11 @@ class LearningRates:
                 self.other_knobs(), self._progress.step, self._base.momenta, everything=everything
             )
 
+    def write_start(self) -> None:
+        """Write the base schedule's own learning rates, and the start values of all knobs."""
+        param_groups.write_learning_rates(self._base.optimizer, self._base.lrs)
+        self._bound_knobs.write_start()
+
     def _read_factors(self) -> None:
         users, num = self._base.optimizer, len(self._base.lrs)
         places = [None, *self._replicas.local]

@@ -24,6 +24,11 @@ def register(scheduler: object, optimizer: Optimizer, progress: Progress) -> Non
     _RUNS[scheduler] = _LiveRun(optimizer, progress)
 
 
+def forget(scheduler: object) -> None:
+    """Note that a scheduler no longer trains its optimizer."""
+    _RUNS.pop(scheduler, None)
+
+
 def check_alone(optimizer: Optimizer) -> None:
     """Refuse an optimizer that the run of another scheduler trains.
 

@@ -43,6 +43,7 @@ class LoopChecks:
         Raises:
             ValueError: If replicas explore learning rates and the optimizer mixes them.
         """
+        self._run.warnings.say_waiting()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -9,7 +9,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet._messages import Warn
 from hdet._validation import check_flag, check_positive
 from hdet.control.guard import Guard
 from hdet.control.one_cycle_bounds import OneCycleBounds
@@ -61,7 +60,8 @@ class OneCycleHDET(HDET):
         last_epoch: The last step of a run that continues, -1 for a new run.
         model: The model that trains, as the loop calls it: wrapped in DDP or FSDP2 if it is. The
             scout, the probe and local gradients need it. hdet averages its buffers too. Each of
-            its trainable parameters must belong to an optimizer of the run.
+            its trainable parameters must belong to an optimizer of the run. Where it is wrapped
+            later, call `attach(model)` then.
         spread: Relative half-width of the learning rates that replicas explore, in [0, 1).
         sync_every: Steps in a cycle. Replicas are compared and averaged at its end.
         auto_lr: Whether the controller takes over after the warm-up. If not, the run follows
@@ -140,7 +140,7 @@ class OneCycleHDET(HDET):
         seed: int = 0,
         scaler: GradScaler | None = None,
     ) -> None:
-        def prepare(_: Replicas, __: Warn) -> tuple[BaseSchedule, Settings]:
+        def prepare(*_: Any) -> tuple[BaseSchedule, Settings]:
             check_flag("auto_lr", auto_lr)
             _check_rates(max_lr, div_factor, final_div_factor)
             length = (total_steps, epochs, steps_per_epoch, pct_start)

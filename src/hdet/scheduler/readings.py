@@ -31,6 +31,11 @@ class RunReadings(LRScheduler):
     def last_epoch(self, step: int) -> None:
         self._run.progress.step, self._run.progress.quiet_until = step, 0
 
+    @property
+    def total_steps(self) -> int | None:
+        """The number of steps of the run. None if it has no end."""
+        return self._run.settings.total_steps
+
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of this replica.
 

@@ -108,6 +108,7 @@ class Rule:
         applies: Whether a setup breaks the rule.
         message: The text of the error or of the warning.
         is_warning: Whether the run starts all the same.
+        is_about_model: Whether the run would obey it with another model, which may come later.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Rule:
     applies: Callable[[Setup], bool]
     message: Callable[[Setup], str]
     is_warning: bool = False
+    is_about_model: bool = False
 
 
 def first_broken(rules: Iterable[Rule], setup: Setup) -> Rule | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet._messages import Warn, warn
 from hdet.control.knob_bank import KnobBank
 from hdet.control.one_cycle_bounds import OneCycleBounds
 from hdet.control.replica_health import ReplicaHealth, check_health
@@ -21,7 +20,7 @@ from hdet.knobs.binding import BindingContext, BoundKnobs
 from hdet.knobs.specs import bind_knobs, lr_knobs
 from hdet.records.events import ReplicaInfo, RunEvent
 from hdet.records.sinks import Record
-from hdet.records.writer import installed_versions, open_recorder
+from hdet.records.writer import Recorder, installed_versions, open_recorder
 from hdet.replicas.protocol import Replicas, is_elastic
 from hdet.scheduler import state
 from hdet.scheduler.base_schedule import BaseSchedule
@@ -33,6 +32,7 @@ from hdet.scheduler.progress import Progress
 from hdet.scheduler.run_log import RunLog
 from hdet.scheduler.schedule_clock import ScheduleClock
 from hdet.scheduler.settings import Settings, as_plain_data
+from hdet.scheduler.start_warnings import StartWarnings
 from hdet.signals.exchange import CycleReport, exchange_reports
 from hdet.signals.probe_scoring import score_replicas
 from hdet.signals.training_loss import TrainingLoss
@@ -41,7 +41,7 @@ from hdet.weights.inventory import WEIGHTS, TensorKind
 from hdet.weights.replica_weights import ReplicaWeights
 from hdet.weights.restore_points import GoodPoint
 
-Prepare = Callable[[Replicas, Warn], tuple[BaseSchedule, Settings]]
+Prepare = Callable[[Replicas, nn.Module | None, StartWarnings], tuple[BaseSchedule, Settings]]
 """Makes the base schedule and the settings of a run from the user's arguments."""
 
 
@@ -61,6 +61,7 @@ class Run:
         rates: The learning rates of the replicas.
         training_loss: The losses of this cycle.
         log: The record and the messages.
+        warnings: What the construction warns of.
         has_record: Whether a process writes a record, or a replica that joins may.
         good_point: The weights that the guard restores, and its monitor; None without a guard.
     """
@@ -70,7 +71,7 @@ class Run:
         prepare: Prepare,
         model: nn.Module | None,
         replicas: Replicas,
-        record: Record | None,
+        record: Record | Recorder | None,
         one_cycle: Callable[[BaseSchedule], OneCycleBounds | None],
     ) -> None:
         """Check everything on all replicas at once, then write the first values.
@@ -86,20 +87,16 @@ class Run:
         self.replicas, self.model = replicas, model
         self.elastic = replicas if is_elastic(replicas) else None
         is_first = replicas.part == 0 and 0 in replicas.local
-        self._warn = warn if is_first else _say_nothing
+        self.warnings = StartWarnings(speaks=is_first)
         try:
-            self.base, self.settings = prepare(replicas, self._warn)
+            self.base, self.settings = prepare(replicas, model, self.warnings)
+            options = self.settings
             self.one_cycle = one_cycle(self.base)
             self.optimizer: Optimizer = self.base.optimizer
             check_alone(self.optimizer)
-            check_compatible(self.settings, self.base, replicas, model, warn=self._warn)
+            check_compatible(self.settings, self.base, replicas, model, warn=self.warnings)
             self.weights = ReplicaWeights(
-                self.optimizer,
-                model,
-                replicas,
-                self.settings.outer,
-                self.settings.compress,
-                self.settings.scaler,
+                self.optimizer, model, replicas, options.outer, options.compress, options.scaler
             )
             self.bound_knobs = self._bind_knobs()
             recorder = open_recorder(record, is_first=is_first)
@@ -114,10 +111,19 @@ class Run:
         self.has_record = agreement.has_record or self.elastic is not None
         if self.progress.replicas_differ:
             self.weights.averager.note_different_start()
-        if model is not None:
-            replicas.share_gradients(model, self.settings.gradients == "shared")
+        shared = self.settings.gradients == "shared"
+        if model is not None and not replicas.share_gradients(model, shared):
+            self.warnings.missing_wrapper()
         self.modules = replicas.modules(model)
         self.training_loss = TrainingLoss(len(replicas.local))
+
+    def release(self) -> None:
+        """Undo what the construction has written, so that another run can take its place."""
+        if self.progress.trial is not None:
+            self.progress.trial.close(shared=self.settings.gradients == "shared")
+        if self.good_point is not None:
+            self.good_point.close()
+        self.rates.write_start()
 
     def start_record(self) -> None:
         self.log.write(
@@ -157,7 +163,7 @@ class Run:
             self.optimizers, base, self.knob_bank, self.bound_knobs, self.replicas, self.progress
         )
         self.rates.write(everything=True)
-        check_knobs(settings, self.knob_bank, base.names, self.replicas.size, warn=self._warn)
+        check_knobs(settings, self.knob_bank, base.names, self.replicas.size, self.warnings)
 
     def new_knob_bank(self) -> KnobBank:
         settings = self.settings
@@ -341,7 +347,3 @@ class Run:
         groups = self.optimizer.param_groups
         device: torch.device = next(p.device for group in groups for p in group["params"])
         return device
-
-
-def _say_nothing(_: str) -> None:
-    """Stand in for a warning on all processes but the first."""

@@ -23,7 +23,7 @@ class RunLog:
     """
 
     def __init__(self, recorder: Recorder | None, *, is_first: bool, device: torch.device) -> None:
-        self._recorder, self._is_first, self._device = recorder, is_first, device
+        self.recorder, self._is_first, self._device = recorder, is_first, device
         self.is_recording = recorder is not None
         """Whether this process writes a record."""
         self._trace = LRTrace()
@@ -36,15 +36,15 @@ class RunLog:
     # The record --------------------------------------------------------------------------
 
     def write(self, event: Event, timers: Timers | None = None, *, wait: bool = False) -> None:
-        if self._recorder is not None and self._held is not None:
+        if self.recorder is not None and self._held is not None:
             self._held.append((event, timers, wait))
-        elif self._recorder is not None:
-            self._recorder.write(event, timers, wait=wait)
+        elif self.recorder is not None:
+            self.recorder.write(event, timers, wait=wait)
 
     def flush(self) -> None:
         """Write the events whose times are known by now."""
-        if self._recorder is not None:
-            self._recorder.flush()
+        if self.recorder is not None:
+            self.recorder.flush()
 
     @contextmanager
     def held(self) -> Iterator[list[tuple[Event, Timers | None, bool]]]:
@@ -59,13 +59,13 @@ class RunLog:
     # Learning rates within a cycle -------------------------------------------------------
 
     def trace(self, step: int, lrs: Sequence[float], momenta: Momenta | None) -> None:
-        if self._recorder is not None:
+        if self.recorder is not None:
             # A record has the momenta of all groups or of none.
             cycled = [momentum for momentum in momenta or () if momentum is not None]
             self._trace.add(step, lrs, cycled if len(cycled) == len(lrs) else None)
 
     def traced(self) -> LRTracePoints:
-        return LRTracePoints() if self._recorder is None else self._trace.points()
+        return LRTracePoints() if self.recorder is None else self._trace.points()
 
     def clear_trace(self) -> None:
         self._trace.clear()

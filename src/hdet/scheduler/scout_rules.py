@@ -36,6 +36,7 @@ SCOUT_RULES = (
         remedy="Pass `model=`.",
         applies=lambda setup: setup.model is None,
         message=lambda _: "`scout` needs `model=`, got None",
+        is_about_model=True,
     ),
     Rule(
         name="scout-sync-batch-norm",
@@ -75,6 +76,7 @@ SCOUT_RULES = (
             "`scout` needs a model wrapped in DDP or FSDP2, got a plain module. Pass the wrapped "
             "model, or gradients='local'"
         ),
+        is_about_model=True,
     ),
     Rule(
         name="scout-unknown-length",

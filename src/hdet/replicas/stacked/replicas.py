@@ -315,11 +315,12 @@ class StackedReplicas(LocalReplicas):
             return own[0].each
         return [JoinedOptimizer(row) for row in zip(*(one.each for one in own), strict=True)]
 
-    def share_gradients(self, model: nn.Module | None, shared: bool) -> None:
+    def share_gradients(self, model: nn.Module | None, shared: bool) -> bool:
         self._forward.shares_gradients = shared
         if shared:  # a training loop clears the gradients of its model only
             for module in self._modules[1:]:
                 module.zero_grad()
+        return True
 
     def hold_out(self, num_parts: int, max_parts: int) -> HeldOutBatches:
         """Keep the next batches, so that replicas can be scored on them."""
