@@ -385,26 +385,110 @@ def test_given_batches_replace_those_that_stacked_replicas_hold_out() -> None:
     assert run.scheduler.last_epoch == 18  # six learning rates, two in each round of six steps
 
 
-@pytest.mark.parametrize("gives_again", [False, True])
-def test_resumed_search_needs_the_batches_again_or_goes_on_by_losses(
-    gives_again: bool, tmp_path: Path
+def saved_in_mid_search(run: Run, folder: Path) -> None:
+    """Save where a round is half done."""
+    for _ in range(STEPS + 2):
+        run.step()
+    hdet.save_checkpoint(folder, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+
+
+def resumed(run: Run, folder: Path) -> None:
+    path = hdet.latest_checkpoint(folder)
+    assert path is not None
+    hdet.load_checkpoint(path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+
+
+def finished(run: Run) -> tuple[Any, ...]:
+    """Search to the end and train on; return everything that must be equal."""
+    run.search()
+    for _ in range(5):
+        run.step()
+    weights = torch.cat([p.detach().flatten() for p in run.bare.parameters()])
+    return run.scheduler.found_lr, weights.tolist(), run.scheduler.last_epoch
+
+
+@pytest.mark.parametrize("engine", ["one", "stacked"])
+def test_resumed_search_goes_on_with_its_batches_bit_for_bit(engine: str, tmp_path: Path) -> None:
+    run = Run(engine, num=2)
+    if engine == "one":
+        run.scheduler.hold_out(loss_of, held(0))
+    saved_in_mid_search(run, tmp_path)
+    other = Run(engine, num=2)
+    if engine == "one":
+        other.scheduler.hold_out(loss_of, held(1))  # the saved batches are used instead
+    resumed(other, tmp_path)
+    expected = finished(run)
+    assert finished(other) == expected
+    after = Run(engine, num=2)
+    resumed(after, tmp_path)
+    if engine == "one":
+        after.scheduler.hold_out(loss_of, held(2))  # after loading it is as good
+    assert finished(after) == expected
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_resume_while_stacked_replicas_still_hold_out(steps: int, tmp_path: Path) -> None:
+    run = Run("stacked", num=2)
+    for _ in range(steps):
+        run.step()
+    arguments = {"model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler}
+    hdet.save_checkpoint(tmp_path, **arguments)
+    other = Run("stacked", num=2)
+    resumed(other, tmp_path)
+    assert finished(other) == finished(run)
+
+
+def resumed_on(rank: int, folder: Path) -> list[tuple[Any, ...]]:
+    run = Run("processes", rank)
+    run.scheduler.hold_out(loss_of, held(rank))
+    saved_in_mid_search(run, folder)
+    expected = finished(run)
+    del run
+    other = Run("processes", rank)
+    resumed(other, folder)
+    other.scheduler.hold_out(loss_of, held(rank + 5))
+    return [expected, finished(other)]
+
+
+def test_resumed_search_of_processes_goes_on_bit_for_bit(
+    processes: Processes, tmp_path: Path
+) -> None:
+    for expected, found in processes(2, resumed_on, tmp_path):
+        assert found == expected
+
+
+def test_resumed_search_without_its_calls_goes_on_by_losses(tmp_path: Path) -> None:
+    run = Run()
+    run.scheduler.hold_out(loss_of, held(0))
+    saved_in_mid_search(run, tmp_path)
+    other = Run(record=tmp_path)
+    resumed(other, tmp_path)
+    other.search()
+    event = last_event(tmp_path)
+    assert event["compared_by"] == "losses"
+    assert len(event["points"]) == 6
+    assert other.scheduler.found_lr is not None
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([held(0), held(1)], "must be called as often as at the start"),
+        ([held(0).float()], "must get batches like those of the checkpoint"),
+    ],
+)
+def test_resumed_search_refuses_other_calls(
+    batches: list[Tensor], words: str, tmp_path: Path
 ) -> None:
     run = Run()
     run.scheduler.hold_out(loss_of, held(0))
-    for _ in range(STEPS + 2):
-        run.step()
-    run.scheduler.converge()
-    saved = [run.bare.state_dict(), run.scheduler.state_dict()]
-    other = Run(record=tmp_path)
-    if gives_again:
-        other.scheduler.hold_out(loss_of, held(1))  # before loading or after it
-    other.bare.load_state_dict(saved[0])
-    other.scheduler.load_state_dict(saved[1])
-    other.search()
-    event = last_event(tmp_path)
-    assert event["compared_by"] == ("held out" if gives_again else "losses")
-    assert len(event["points"]) == 6
-    assert other.scheduler.found_lr is not None
+    saved_in_mid_search(run, tmp_path)
+    other = Run()
+    resumed(other, tmp_path)
+    for one in batches:
+        other.scheduler.hold_out(lambda model, x: loss_of(model, x.double()), one)
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        other.step()
 
 
 class Touchy(nn.Module):

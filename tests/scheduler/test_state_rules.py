@@ -1,6 +1,7 @@
 """Saved states with damaged fields are refused before anything changes; sound ones are taken."""
 
 import copy
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -158,11 +159,12 @@ def test_sound_states_of_a_search_are_taken() -> None:
     for _ in range(20):
         run.step()
         if run.scheduler.is_scouting:
-            state = json.loads(json.dumps(run.scheduler.state_dict()))
+            state = copy.deepcopy(run.scheduler.state_dict())  # with tensors of held-out batches
             again = started(cosine, **options)
             again.scheduler.load_state_dict(state)
             assert again.scheduler.last_epoch == run.scheduler.last_epoch
-    for field, value in {"used": -1, "points": [[0, "x", 1.0]], "ways": [1.5]}.items():
+    fields = {"used": -1, "points": [[0, "x", 1.0]], "ways": [1.5], "held_out": {"left": -1}}
+    for field, value in fields.items():
         damaged = {**state, "search": {**state["search"], field: value}}
         with pytest.raises(ValueError, match=f"`search.{field}"):
             again.scheduler.load_state_dict(damaged)

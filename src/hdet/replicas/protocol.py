@@ -211,10 +211,7 @@ class AllToAllReplicas(Replicas, Protocol):
 
 
 class HeldOutBatches(Protocol):
-    """Batches that no replica trains on, and the scores of all replicas on them.
-
-    An engine records them, or the training loop gives them.
-    """
+    """Batches that no replica trains on. An engine records them, or the loop gives them."""
 
     steps_left: int
     """Steps whose batches are held out before the first round can start."""
@@ -237,12 +234,16 @@ class HeldOutBatches(Protocol):
     def close(self) -> None:
         """Stop recording; the batches are not needed any more."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The batches as plain data, equal on all replicas; empty where they cannot be saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Use saved batches with the loop's functions; return whether it can."""
+
     def rows(self, num: int, *, alike: bool = False) -> Tensor:
         """The scores of each replica, at most `num`, laid out like those of a probe.
 
-        Args:
-            num: The largest number of scores.
-            alike: All replicas have the same weights, so not every replica must score all parts.
+        With `alike` all replicas have the same weights, so not each of them must score all parts.
         """
 
 

@@ -223,8 +223,7 @@ class HDET(OpenedRun):
         """Average weights, buffers and optimizer states now, so that all replicas are one model.
 
         Call it on all replicas before saving a checkpoint. It drops the losses of this cycle, so
-        that the run continues exactly as one that resumes from the checkpoint. The exception is
-        a scout with held-out batches: a checkpoint does not contain them.
+        that the run continues exactly as one that resumes from the checkpoint.
 
         Raises:
             RuntimeError: If it is called inside `consensus()`.

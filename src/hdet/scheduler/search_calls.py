@@ -55,9 +55,12 @@ class SearchCalls(RunReadings):
         in size, but not in structure and dtypes.
 
         The batches are freed when the search ends. Without a search they are kept for the next one.
-        A checkpoint does not contain them: give them again after loading one in the middle of a
-        search, or the search goes on by training losses. `StackedReplicas` hold out batches by
-        themselves, and these batches replace those.
+        `StackedReplicas` hold out batches by themselves, and these batches replace those.
+
+        The state of a search contains its batches, unless a replica has several processes. To
+        resume in the middle of a search, call this as often as at its start, before or after
+        loading. The saved batches are used then, with `loss_of`. Without these calls, the search
+        goes on by training losses.
 
         Args:
             loss_of: `loss_of(model, *batch, **named)` returns the mean loss, or one loss for each

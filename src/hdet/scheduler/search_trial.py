@@ -69,6 +69,8 @@ class SearchTrial:
         self._start_point = StartPoint(optimizer, model, weights)
         self.held_out: HeldOutBatches | None = None
         """The held-out batches that score replicas without a probe; none where losses do."""
+        self.saved_batches: Mapping[str, Any] | None = None
+        """The held-out batches of the checkpoint that this search goes on from."""
         self.has_begun = False
         """Whether a step of it was made, so that it takes no more batches of the loop."""
         self._compared_by_before: str | None = None
@@ -98,6 +100,9 @@ class SearchTrial:
         """Return the saved form; in mid-run with the options that were asked for."""
         saved = {**self.search.state_dict(), **trigger_to_state(self.trigger)}
         saved["by"] = self._compared_by_before or self.compared_by  # what the start was scored by
+        batches = self.saved_batches if self.held_out is None else self.held_out.state_dict()
+        if batches:
+            saved["held_out"] = batches
         if self.trigger.is_mid_run:
             saved["late"] = {"scout": asdict(self.scout), "total_steps": self._total}
         return saved
@@ -105,6 +110,7 @@ class SearchTrial:
     def resume(self, saved: Mapping[str, Any]) -> None:
         self.search.load_state_dict(saved)
         self._compared_by_before = saved.get("by") if self.search.start_score is not None else None
+        self.saved_batches = saved.get("held_out")
 
     @property
     def compared_by(self) -> str:
@@ -123,12 +129,19 @@ class SearchTrial:
 
     def use_held_out(self, held: HeldOutBatches | None) -> None:
         """Compare replicas on held-out batches, if the budget has steps for that."""
+        was_loaded = (
+            held is not None
+            and self.saved_batches is not None
+            and held.load_state_dict(self.saved_batches)
+        )
         if held is not None and not self.search.can_spare(held.steps_left):
             held.close()
             held = None
         if self.held_out is not None and self.held_out is not held:
             self.held_out.close()
         self.held_out = held
+        if was_loaded and self._compared_by_before == self.compared_by:
+            self._compared_by_before = None  # the batches are the same as before
 
     @property
     def is_held_out_step(self) -> bool:

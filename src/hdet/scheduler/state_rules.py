@@ -207,6 +207,7 @@ _OLD_GUARD = entries(
         "lowered": number(above=0),
     },
 )
+_BATCHES = list_of(list_of(anything))
 _SEARCH = entries(
     {"grid": list_of(anything), "used": _COUNT},
     {
@@ -217,6 +218,7 @@ _SEARCH = entries(
         "start_scores": list_of(number()),
         "late": optional(entries({"scout": _scout, "total_steps": optional(integer(0))})),
         "unasked": flag,
+        "held_out": entries({}, {"left": _COUNT, "batches": _BATCHES, "calls": _BATCHES}),
     },
 )
 

@@ -71,6 +71,31 @@ def copy_of(batch: Any) -> Any:
     return tree_map(copied, batch)
 
 
+def with_leaves(batch: Any, leaves: Sequence[Any]) -> Any:
+    """A batch of the same structure with other leaves, tensors on the devices of the own ones.
+
+    Raises:
+        ValueError: The leaves are of other kinds.
+
+    >>> with_leaves({"x": torch.ones(2), "scale": 1.0}, [torch.zeros(3), 2.0])
+    {'x': tensor([0., 0., 0.]), 'scale': 2.0}
+    """
+    own, structure = tree_flatten(batch)
+    wanted, found = [_kind(leaf) for leaf in own], [_kind(leaf) for leaf in leaves]
+    if wanted != found:
+        raise ValueError(
+            "`hold_out()` must get batches like those of the checkpoint, which have "
+            f"{', '.join(map(str, found))}, got {', '.join(map(str, wanted))}."
+        )
+    pairs = zip(own, leaves, strict=True)
+    moved = [new.to(old.device) if isinstance(old, Tensor) else new for old, new in pairs]
+    return tree_unflatten(moved, structure)
+
+
+def _kind(leaf: Any) -> Any:
+    return leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
 def num_samples(batch: Any) -> int:
     """The number of samples; 1 if the first dimensions of the tensors differ.
 

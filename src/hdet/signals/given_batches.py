@@ -4,12 +4,13 @@ Under DDP and FSDP2 hdet sees no batch. A loop can give some that no replica tra
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hdet._messages import Warn
 from hdet.lr_search.constants import MIN_PART_SIZE, NUM_HELD_OUT_PARTS
@@ -20,6 +21,7 @@ from hdet.signals.batch_exchange import (
     exchange_batches,
     num_samples,
     split,
+    with_leaves,
 )
 from hdet.signals.probe_scoring import (
     are_weights_finite,
@@ -75,6 +77,8 @@ class GivenBatches:
         self._seed, self._together = seed, together
         self._device = next(iter(modules[0].parameters())).device
         self._own: list[GivenBatch] = []
+        self._saved: Sequence[Sequence[Any]] | None = None
+        """The leaves of all batches, as a checkpoint had them."""
         self._parts: list[GivenBatch] = []
         """The parts of the batches of all processes."""
 
@@ -116,6 +120,13 @@ class GivenBatches:
             ValueError: Their batches differ in structure or dtypes.
         """
         everyone = exchange_batches(self._replicas, [given.batch for given in self._own])
+        if self._saved is not None:
+            everyone = [
+                [with_leaves(given.batch, leaves) for leaves in row]
+                for given, row in zip(self._own, self._saved_rows(), strict=True)
+            ]
+        elif self._replicas.parts == 1:  # the parts of a replica have other batches
+            self._saved = [[tree_leaves(batch) for batch in row] for row in everyone]
         pairs = list(zip(self._own, everyone, strict=True))
         size = self._smallest([self._num_samples(g, batch) for g, row in pairs for batch in row])
         num = sum(map(len, everyone))
@@ -127,6 +138,27 @@ class GivenBatches:
             for batch in row
             for part in (self._pieces(given, batch, pieces) if pieces > 1 else [batch])
         ]
+
+    def _saved_rows(self) -> Sequence[Sequence[Any]]:
+        """The saved leaves of the batches of all processes, for each call of `hold_out()`.
+
+        Raises:
+            RuntimeError: The checkpoint has another number of calls.
+        """
+        saved = self._saved or ()
+        if len(saved) != len(self._own):
+            raise RuntimeError(
+                "`hold_out()` must be called as often as at the start of the search that the "
+                f"checkpoint was saved in, {len(saved)} times, got {len(self._own)} calls."
+            )
+        return saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._saved is None else {"batches": self._saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        self._saved = state.get("batches")
+        return self._saved is not None
 
     def _num_samples(self, given: GivenBatch, batch: Any) -> int:
         if records_calls(self._replicas):

@@ -6,13 +6,14 @@ same parts of them.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from hdet.replicas.stacked.batch_dims import is_split
 from hdet.replicas.stacked.forward import Forward
@@ -48,6 +49,8 @@ class RecordedBatches:
         """The calls of the first step of this round."""
         self._steps: list[list[RecordedCall]] = []
         """The calls of each step that was kept."""
+        self._saved: list[list[SavedCall]] = []
+        """The calls of a checkpoint, until the loop shows the functions that they are for."""
         self.steps_left = math.ceil(num_parts / forward.num_replicas)
         self._start_recording()
 
@@ -73,9 +76,27 @@ class RecordedBatches:
         if self._forward.call_recorder is not None and self._forward.call_recorder() is self:
             self._forward.call_recorder = None
 
+    def state_dict(self) -> dict[str, Any]:
+        known = [[_saved_call(call) for call in calls] for calls in self._steps]
+        return {"left": self.steps_left, "calls": self._saved + known}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        if "calls" not in state:  # batches that a loop gave, and gives no more
+            return False
+        self._saved, self.steps_left = list(state["calls"]), state["left"]
+        return True
+
+    def _complete_saved(self, calls: Sequence[RecordedCall]) -> None:
+        """Give the saved calls the functions of the first calls of this loop."""
+        for saved in self._saved if calls else ():
+            if len(saved) == len(calls):
+                pairs = zip(calls, saved, strict=True)
+                self._steps.append([_completed(call, one) for call, one in pairs])
+        self._saved = [] if calls else self._saved
+
     @property
     def is_empty(self) -> bool:
-        return not self._steps
+        return not (self._steps or self._saved)
 
     def rows(self, num: int, *, alike: bool = False) -> Tensor:
         """The scores of each replica on at most `num` parts, laid out like those of a probe.
@@ -124,6 +145,7 @@ class RecordedBatches:
         """The calls that were recorded. Recording stops."""
         calls, self._calls = self._calls, []
         self.close()
+        self._complete_saved(calls)
         return calls
 
     def _keep(self, calls: list[RecordedCall]) -> bool:
@@ -131,6 +153,33 @@ class RecordedBatches:
         finite = [call for call in calls if are_finite([call.losses])]
         self._steps += [finite] if finite else []
         return bool(finite)
+
+
+SavedCall = Mapping[str, Any]
+"""A call without its function: the leaves of its parts, and how it was made."""
+
+
+def _saved_call(call: RecordedCall) -> SavedCall:
+    return {
+        "parts": tree_leaves(call.parts),
+        "losses": call.losses,
+        "autocast": call.autocast_dtype,
+        "training": list(call.training_flags),
+    }
+
+
+def _completed(call: RecordedCall, saved: SavedCall) -> RecordedCall:
+    """A saved call with the function and the structure of a call of the loop."""
+    leaves, structure = tree_flatten(call.parts)
+    pairs = zip(leaves, saved["parts"], strict=True)
+    moved = [new.to(old.device) if isinstance(old, Tensor) else new for old, new in pairs]
+    return RecordedCall(
+        call.function,
+        tree_unflatten(moved, structure),
+        saved["losses"].to(call.losses.device),
+        saved["autocast"],
+        tuple(saved["training"]),
+    )
 
 
 def _mean(micro_batches: list[Tensor]) -> Tensor:
