@@ -1,0 +1,1 @@
+"""Tests of hdet.integrations, against the real packages."""

@@ -1,7 +1,6 @@
 """Saved states with damaged fields are refused before anything changes; sound ones are taken."""
 
 import copy
-import copy
 import json
 import math
 from collections.abc import Callable
