@@ -47,9 +47,9 @@ def use_plain_floats(base: LRScheduler) -> None:
 Momenta = Sequence[float | None]
 """The momentum of each group that a base schedule cycles; None for the other groups."""
 
-ReplacedEntries = list[tuple[Any, Any]]
-"""For each group the learning rate that `undo_fan_out` has replaced, and the entry "momentum" or
-"betas" if its momentum is a tensor."""
+ReplacedEntries = list[tuple[dict[str, Any], Any, Any]]
+"""Groups with tensors that `undo_fan_out` has replaced: the learning rate, and the entry "momentum"
+or "betas" if its momentum is one."""
 
 
 def undo_fan_out(
@@ -68,7 +68,7 @@ def undo_fan_out(
         momenta: The momentum of each group, if the base schedule cycles it.
 
     Returns:
-        The replaced entries, for `restore_entries`.
+        The replaced tensors, for `restore_entries`. The caller writes numbers anew.
     """
     groups = optimizer.param_groups
     if len(groups) != len(base_lrs):
@@ -79,7 +79,8 @@ def undo_fan_out(
         # A knob or a loop has changed it, or a tensor has it.
         if momentum is not None and _momentum(group) is not momentum:
             entry = _replace_momentum(group, momentum)
-        replaced.append((group["lr"], entry))
+        if entry is not None or isinstance(group["lr"], Tensor):
+            replaced.append((group, group["lr"], entry))
         group["lr"] = base_lrs[index]
     return replaced
 
@@ -92,13 +93,13 @@ def _replace_momentum(group: dict[str, Any], value: float) -> Any:
     return entry
 
 
-def restore_entries(optimizer: Optimizer, replaced: ReplacedEntries) -> None:
-    """Write the entries back that `undo_fan_out` has replaced.
+def restore_entries(replaced: ReplacedEntries) -> None:
+    """Write the tensors back that `undo_fan_out` has replaced.
 
     The learning rate is the old one. A momentum that is a tensor takes the value of the schedule.
     """
-    for index, group in enumerate(optimizer.param_groups):
-        group["lr"], entry = replaced[index]
+    for group, lr, entry in replaced:
+        group["lr"] = lr
         if entry is not None:
             key, scheduled = _momentum_key(group), _momentum(group)
             group[key[0]] = entry

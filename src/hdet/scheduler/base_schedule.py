@@ -175,7 +175,7 @@ class BaseSchedule:
         return count * schedule.steps_per_epoch if isinstance(schedule, EpochSchedule) else count
 
     def advance(self, metric: float | None = None) -> None:
-        """Make one step of the schedule.
+        """Make one step of the schedule. The caller writes the learning rates afterwards.
 
         Args:
             metric: The mean loss of the cycle, for a schedule that waits for a metric.
@@ -188,7 +188,7 @@ class BaseSchedule:
                 self.schedule.step(metric)  # type: ignore[arg-type]
             self._read()
         finally:
-            param_groups.restore_entries(self.optimizer, replaced)
+            param_groups.restore_entries(replaced)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule as plain data."""
