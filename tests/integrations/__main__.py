@@ -2,8 +2,8 @@
 
     python -m tests.integrations [PYTEST ARGUMENTS]
 
-The table of docs/reference/works-with.md comes from that file. A run with arguments of its own, or
-with failures, writes nothing.
+The table of what works with what comes from that file. A run with arguments of its own, or with
+failures, writes nothing.
 """
 
 import json
