@@ -118,6 +118,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> Row:
     """Of the reporting half; the numbers of the setting half begin with "setting"."""
     found: Row = {}
     for half, names in (("", REPORTING), ("setting ", SETTING)):
+        found[f"{half}tasks"] = len({row["task"] for row in rows if row["task"] in names})
         for way in WAYS:
             costs = [row["pct"] for row in rows if row["way"] == way and row["task"] in names]
             if costs:
