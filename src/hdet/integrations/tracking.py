@@ -1,11 +1,14 @@
-"""What a tracker shows of an event: numbers by name, and a text where something was decided.
+"""What a tracker shows of a run: numbers by name, and a text where something was decided.
 
-Plain Python. Every tracker and every trainer's logger gets the same names from here.
+Every tracker and every trainer's logger gets the same names from here.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from hdet.knobs.param_groups import group_names
+from hdet.scheduler.hdet import HDET
 
 
 def step_of(event: Mapping[str, Any]) -> int:
@@ -28,6 +31,25 @@ def scalars_of(event: Mapping[str, Any]) -> dict[str, float]:
         for name, value in found.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
+
+
+def scalars_now(scheduler: HDET) -> dict[str, float]:
+    """Return the learning rates of now, for a trainer that logs at its own steps.
+
+    Args:
+        scheduler: The scheduler of the run.
+
+    Returns:
+        The learning rates of the consensus and of every replica by parameter group, under the
+        names that `scalars_of` gives them, and whether the scout runs: 1 or 0.
+    """
+    names = group_names(scheduler.optimizer)
+    numbers = {f"hdet/lr/{n}": lr for n, lr in zip(names, scheduler.get_base_lr(), strict=True)}
+    for replica, lrs in enumerate(scheduler.get_replica_lrs()):
+        for name, lr in zip(names, lrs, strict=True):
+            numbers[f"hdet/lr/{name}/replica{replica}"] = lr
+    numbers["hdet/scouting"] = float(scheduler.is_scouting)
+    return numbers
 
 
 def text_of(event: Mapping[str, Any]) -> str:
