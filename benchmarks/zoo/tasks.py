@@ -227,7 +227,13 @@ def ranker(plan: Plan, folder: Path | None, device: torch.device, *, table: str)
     def measures(logits: Tensor) -> dict[str, float]:
         truth = rows.labels[test]
         aucs = [auc(logits[:, task], truth[:, task]) for task in range(truth.shape[1])]
-        return {"loss": float(losses(logits, truth).mean()), "auc": sum(aucs) / len(aucs)}
+        loss, share = float(losses(logits, truth).mean()), truth.mean(0)
+        entropy = float(F.binary_cross_entropy(share, share, reduction="sum"))
+        return {
+            "loss": loss,
+            "auc": sum(aucs) / len(aucs),
+            "normalised_entropy": loss / entropy,  # 1 for a model that knows the shares only
+        }
 
     shape = (rows.vocabulary, rows.categories.shape[1], rows.numbers.shape[1], rows.labels.shape[1])
     return Task(

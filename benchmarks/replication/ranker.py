@@ -1,0 +1,225 @@
+"""The rows of the paper's table on a multi-task ranker with the paper's four parameter groups.
+
+A seed orders the training data. The first part trains the checkpoint that warm rows start from.
+All rows train on the rest, once, with batches of the same size in all.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from benchmarks.zoo.entries import ENTRIES
+from benchmarks.zoo.runs import Events, silence
+from benchmarks.zoo.tasks import GROUPS, Plan, Task
+from hdet.replicas.stacked.vmap_compat import safe_attention
+
+NUM_REPLICAS, SPREAD, NOISE, SYNC_EVERY = 8, 1 / 9, 0.01, 20
+"""The paper's, but for the length of a cycle: its 1000 steps are longer than a run here."""
+EARLIER = 0.3
+"""The share of the training data that the checkpoint sees."""
+LAST_PART = 0.1
+"""Of a run, whose training losses are averaged."""
+CHANCE_NE = 0.995
+"""A run with this normalised entropy or more has learnt nothing: it has crashed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    is_high: bool = True
+    """Whether its learning rate is above the best, by the ratio of the table."""
+    is_warm: bool = False
+    """Whether replicas start from the checkpoint, each with noise of its own (eq. 10)."""
+    is_plain: bool = False
+    """Whether it is one model with OneCycleLR."""
+    spread: float = SPREAD
+    averages: bool = True
+    auto_lr: bool = True
+
+
+ROWS = {
+    "Baseline-Low": Row(is_high=False, is_plain=True),
+    "Baseline-High": Row(is_plain=True),
+    "Warm-Init": Row(is_warm=True, spread=0.0, averages=False, auto_lr=False),
+    "HDET without auto-LR": Row(is_warm=True, auto_lr=False),
+    "HDET without warm start": Row(),
+    "HDET": Row(is_warm=True),
+    "control: Low from the checkpoint": Row(is_high=False, is_warm=True, is_plain=True),
+    "control: HDET at Low": Row(is_high=False, is_warm=True),
+}
+LOW_ROWS = [name for name, row in ROWS.items() if not row.is_high]
+HIGH_ROWS = [name for name, row in ROWS.items() if row.is_high]
+
+
+class Ranking:
+    """A task, its data and its length.
+
+    Args:
+        table: "feed" (KuaiRand) or "census" (Census-Income).
+        size: "full", "quick" or "smoke".
+        folder: The data. Without it, the digits of scikit-learn as a table.
+    """
+
+    def __init__(self, table: str, size: str, folder: Path | None) -> None:
+        entry = ENTRIES[f"ranking, {table}"]
+        plan = entry.full if size == "full" else entry.quick
+        self.plan: Plan = plan._replace(steps=60) if size == "smoke" else plan
+        self.task: Task = entry.make(self.plan, folder, torch.device("cpu"))
+        self.num_earlier = int(EARLIER * self.plan.steps)
+        self.steps = self.plan.steps - self.num_earlier
+        self.sync_every = min(SYNC_EVERY, max(self.steps // 10, 1))
+
+    def batches(self, seed: int, first: int, num: int) -> list[tuple[Tensor, ...]]:
+        """The batches from a place on, in the order of this seed."""
+        make = self.task.batches([seed])
+        return [
+            tuple(part[0] for part in make(torch.tensor([place])))
+            for place in range(first, first + num)
+        ]
+
+    def groups(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
+        """Make AdamW with the paper's four groups, by name."""
+        members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+        for name, parameter in model.named_parameters():
+            members[GROUPS[self.task.group_of(name)]].append(parameter)
+        return torch.optim.AdamW([{"params": p, "name": n} for n, p in members.items()], lr=lr)
+
+    def measures(self, model: Any) -> dict[str, float]:
+        """What a model is worth on data that nothing else sees; nan where it is not finite."""
+        model.eval()
+        with torch.no_grad():
+            logits = self.task.judge(model)
+        if not bool(logits.isfinite().all()):
+            return {"loss": math.nan, "auc": 0.5, "normalised_entropy": math.nan}
+        return self.task.measures(logits)
+
+    def checkpoint(self, seed: int, lr: float) -> dict[str, Tensor]:
+        """What a plain run at the low learning rate learns from the earlier data."""
+        model = self.task.model(seed)
+        self.plain(model, lr, self.batches(seed, 0, self.num_earlier))
+        return model.state_dict()
+
+    def plain(self, model: nn.Module, lr: float, data: Sequence[tuple[Tensor, ...]]) -> list[float]:
+        """Train with OneCycleLR; return the training losses, up to one that is not finite."""
+        optimizer = self.groups(model, lr)
+        schedule = OneCycleLR(optimizer, max_lr=lr, total_steps=len(data))
+        losses = []
+        model.train()
+        for batch in data:
+            optimizer.zero_grad()
+            loss = self.task.loss(model, *batch)
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                break
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        return losses
+
+
+def train(ranking: Ranking, name: str, lr: float, low: float, seed: int) -> dict[str, Any]:
+    """One row of the table.
+
+    Args:
+        ranking: The task.
+        name: The row.
+        lr: Its learning rate.
+        low: The learning rate that the checkpoint was trained with.
+        seed: Of weights and data.
+
+    Returns:
+        Training loss, measures on held-out data, whether it crashed, and learning rates by group.
+    """
+    row = ROWS[name]
+    data = ranking.batches(seed, ranking.num_earlier, ranking.steps)
+    model = ranking.task.model(seed)
+    if row.is_warm:
+        model.load_state_dict(ranking.checkpoint(seed, low))
+    with silence(), safe_attention("cpu"):
+        course: dict[str, Any] = {}
+        if row.is_plain:
+            losses = ranking.plain(model, lr, data)
+            measures = ranking.measures(model)
+        else:
+            losses, measures, course = _train_replicas(ranking, row, model, lr, seed, data)
+    num_last = max(int(LAST_PART * ranking.steps), 1)
+    ended = len(losses) == ranking.steps and math.isfinite(losses[-1])
+    entropy = measures["normalised_entropy"]
+    return {
+        "train_loss": fmean(losses[-num_last:]) if ended else math.nan,
+        **{f"validation_{key}": value for key, value in measures.items()},
+        "is_crashed": not entropy < CHANCE_NE,
+        **course,
+    }
+
+
+def _train_replicas(
+    ranking: Ranking,
+    row: Row,
+    model: nn.Module,
+    lr: float,
+    seed: int,
+    data: Sequence[tuple[Tensor, ...]],
+) -> tuple[list[float], dict[str, float], dict[str, Any]]:
+    ensemble, events = hdet.StackedReplicas(model, NUM_REPLICAS), Events()
+    if row.is_warm:
+        hdet.perturb_(model, NOISE, replicas=ensemble, seed=seed)
+    optimizer = ensemble.optimizer(ranking.groups(model, lr))
+    scheduler = hdet.OneCycleHDET(
+        optimizer,
+        max_lr=lr,
+        total_steps=ranking.steps,
+        model=model,
+        replicas=ensemble,
+        spread=row.spread,
+        sync_every=ranking.sync_every if row.averages else ranking.steps,
+        auto_lr=row.auto_lr,
+        record=events,
+        seed=seed,
+    )
+    losses = []
+    try:
+        for batch in data:
+            optimizer.zero_grad()
+            each = ensemble.losses(ranking.task.loss, *batch)
+            each.sum().backward()
+            optimizer.step()
+            losses.append(each.mean().item())
+            scheduler.step(each)
+        with scheduler.consensus():
+            measures = ranking.measures(model)
+    except hdet.ReplicasLost:
+        measures = {"loss": math.nan, "auc": 0.5, "normalised_entropy": math.nan}
+    return losses, measures, _course(events) if row.auto_lr else {}
+
+
+def _course(events: Events) -> dict[str, Any]:
+    """The learning rate of every group at the end of each cycle."""
+    cycles = events.of("cycle")
+    names = [knob["name"] for knob in cycles[0]["knobs"]] if cycles else []
+    return {
+        "group_lrs": {
+            name: [float(f"{cycle['knobs'][place]['centre']:.4g}") for cycle in cycles]
+            for place, name in enumerate(names)
+        }
+    }
+
+
+def load(job: Mapping[str, Any], folder: str | None) -> Ranking:
+    """The task of a job, made once for a process."""
+    key = (job["task"], job["size"], folder)
+    if key not in _LOADED:
+        _LOADED[key] = Ranking(job["task"], job["size"], Path(folder) if folder else None)
+    return _LOADED[key]
+
+
+_LOADED: dict[tuple[str, str, str | None], Ranking] = {}

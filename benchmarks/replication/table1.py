@@ -1,0 +1,239 @@
+"""Does the paper's table hold on public data? -> replication_table1.json
+
+    HDET_DATA=FOLDER python -m benchmarks.replication.table1 [--quick | --smoke] [--only TASK]
+
+Low is the best learning rate of a grid on other seeds. High is 3, 9 and 40 times that; the paper
+has 9. Every row sees the same data in the same order. Two controls, which the paper lacks, say what
+the checkpoint does without HDET, and what HDET does at a learning rate that is right. Rows are kept
+as they end; the same command goes on from there.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from benchmarks.replication.jobs import work_through
+from benchmarks.replication.ranker import (
+    EARLIER,
+    HIGH_ROWS,
+    LOW_ROWS,
+    NOISE,
+    NUM_REPLICAS,
+    ROWS,
+    SPREAD,
+    SYNC_EVERY,
+    load,
+    train,
+)
+from benchmarks.result_file import RESULTS, read_result, write_result
+
+PATH = RESULTS / "replication_table1.json"
+TASKS = ("feed", "census")
+GRID = tuple(5e-4 * 2**k for k in range(8))
+GRID_SEEDS = (100, 101, 102)
+RATIOS = (3, 9, 40)
+SEEDS = tuple(range(10))
+PAPER_RATIO = 9
+
+Job = Mapping[str, Any]
+Row = dict[str, Any]
+
+
+def grid_jobs(size: str, tasks: Sequence[str]) -> list[Job]:
+    seeds = GRID_SEEDS if size == "full" else GRID_SEEDS[:1]
+    return [
+        {"task": task, "size": size, "row": "Baseline-Low", "lr": lr, "seed": seed}
+        for task in tasks
+        for seed in seeds
+        for lr in GRID
+    ]
+
+
+def table_jobs(size: str, low: Mapping[str, float]) -> list[Job]:
+    """All runs of the table, the paper's ratio first."""
+    seeds = {"full": SEEDS, "quick": SEEDS[:2], "smoke": SEEDS[:1]}[size]
+    ratios = sorted(RATIOS, key=lambda ratio: ratio != PAPER_RATIO) if size != "smoke" else [9]
+    pairs = [(name, 1) for name in LOW_ROWS] + [(name, r) for r in ratios for name in HIGH_ROWS]
+    return [
+        {"task": task, "size": size, "row": name, "ratio": ratio, "low": lr, "seed": seed}
+        for ratio in (1, *ratios)
+        for task, lr in low.items()
+        for seed in seeds
+        for name, of in pairs
+        if of == ratio
+    ]
+
+
+def run(job: Job, *, folder: str | None) -> Row:
+    """Train one run of the grid or of the table."""
+    torch.set_num_threads(1)
+    low = job.get("low", job.get("lr"))
+    lr = job["lr"] if "lr" in job else low * job["ratio"]
+    return train(load(job, folder), job["row"], lr, low, job["seed"])
+
+
+def best_of(grid: Sequence[Row]) -> dict[str, float]:
+    """For each task the learning rate with the lowest mean validation loss."""
+    found = {}
+    for task in dict.fromkeys(row["task"] for row in grid):
+        own = [row for row in grid if row["task"] == task]
+        means = {
+            lr: fmean(_finite(row["validation_loss"]) for row in own if row["lr"] == lr)
+            for lr in dict.fromkeys(row["lr"] for row in own)
+        }
+        found[task] = min(means, key=means.__getitem__)
+    return found
+
+
+def _finite(value: float | None) -> float:
+    return math.inf if value is None or not math.isfinite(value) else value
+
+
+def of(rows: Sequence[Row], task: str, name: str, ratio: int) -> dict[int, Row]:
+    """The rows of a line of the table, by seed."""
+    ratio = ratio if ROWS[name].is_high else 1
+    return {
+        row["seed"]: row
+        for row in rows
+        if row["task"] == task and row["row"] == name and row["ratio"] == ratio
+    }
+
+
+def paired(ours: Mapping[int, Row], theirs: Mapping[int, Row], key: str) -> tuple[float, float]:
+    """The mean difference over seeds in percent, and its standard error."""
+    pairs = [(_finite(ours[seed][key]), _finite(theirs[seed][key])) for seed in ours]
+    differences = [100 * (a / b - 1) for a, b in pairs]
+    if not differences or not all(map(math.isfinite, differences)):
+        return math.nan, math.nan
+    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return fmean(differences), error
+
+
+def headline(rows: Sequence[Row], tasks: Sequence[str]) -> Row:
+    """The numbers of KuaiRand at the paper's ratio without a name, the others with theirs."""
+    found: Row = {}
+    for task in tasks:
+        for ratio in RATIOS:
+            full = of(rows, task, "HDET", ratio)
+            low = of(rows, task, "Baseline-Low", ratio)
+            control = of(rows, task, "control: Low from the checkpoint", ratio)
+            if not full or full.keys() - low.keys() or full.keys() - control.keys():
+                continue
+            before = "" if (task, ratio) == ("feed", PAPER_RATIO) else f"{task}_x{ratio}_"
+            for name, theirs in (("low", low), ("low_plus_checkpoint", control)):
+                mean, error = paired(full, theirs, "validation_loss")
+                found[f"{before}full_vs_{name}_pct"] = mean
+                found[f"{before}full_vs_{name}_error"] = error
+            found[f"{before}crashed_rows"] = sum(map(has_crashed, lines(rows, task, ratio)))
+            found[f"{before}seeds"] = len(full)
+    return found | at_low(rows, tasks)
+
+
+def at_low(rows: Sequence[Row], tasks: Sequence[str]) -> Row:
+    """HDET at Low against the checkpoint alone at Low."""
+    found: Row = {}
+    for task in tasks:
+        ours = of(rows, task, "control: HDET at Low", 1)
+        theirs = of(rows, task, "control: Low from the checkpoint", 1)
+        if ours and not ours.keys() - theirs.keys():
+            mean, error = paired(ours, theirs, "validation_loss")
+            found[f"{task}_hdet_at_low_vs_checkpoint_pct"] = mean
+            found[f"{task}_hdet_at_low_vs_checkpoint_error"] = error
+    return found
+
+
+def lines(rows: Sequence[Row], task: str, ratio: int) -> list[list[Row]]:
+    """The runs of each row at a high learning rate."""
+    return [list(of(rows, task, name, ratio).values()) for name in HIGH_ROWS]
+
+
+def has_crashed(runs: Sequence[Row]) -> bool:
+    """Whether at least half of the runs have learnt nothing."""
+    return bool(runs) and 2 * sum(run["is_crashed"] for run in runs) >= len(runs)
+
+
+def table(rows: Sequence[Row], task: str) -> list[list[str]]:
+    """The paper's table of one task: a line for each row and ratio."""
+    body = []
+    for name in ROWS:
+        for ratio in RATIOS if ROWS[name].is_high else (1,):
+            runs = list(of(rows, task, name, ratio).values())
+            if not runs:
+                continue
+            keys = ("train_loss", "validation_loss", "validation_auc")
+            numbers = [_mean([run[key] for run in runs]) for key in keys]
+            numbers.append(_mean([run["validation_normalised_entropy"] for run in runs]))
+            crashed = f"{sum(run['is_crashed'] for run in runs)} of {len(runs)}"
+            body.append([name, f"{ratio}", *numbers, crashed])
+    head = ["Row", "LR / best", "Training loss", "Validation loss", "AUC", "NE", "Crashed"]
+    return [head, *body]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    found = [_finite(value) for value in values]
+    if not all(map(math.isfinite, found)):
+        return "not finite"
+    error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+    return f"{fmean(found):.3f} ± {error:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", dest="size", action="store_const", const="quick")
+    sizes.add_argument("--smoke", dest="size", action="store_const", const="smoke")
+    parser.add_argument("--only", choices=TASKS, action="append")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    size, tasks = options.size or "full", options.only or list(TASKS)
+    path = options.out or (PATH if size == "full" else PATH.with_suffix(f".{size}.json"))
+    kept = read_result(path)
+    work = partial(
+        work_through,
+        run=partial(run, folder=os.environ.get("HDET_DATA")),
+        workers=options.workers,
+    )
+    grid: list[Row] = list(kept.get("grid", []))
+    rows: list[Row] = list(kept.get("rows", []))
+
+    def write(grid: Sequence[Row], rows: Sequence[Row]) -> None:
+        write_result(
+            path,
+            headline=headline(rows, tasks),
+            settings={
+                "size": size,
+                "low": best_of(grid),
+                "ratios": RATIOS,
+                "replicas": NUM_REPLICAS,
+                "spread": SPREAD,
+                "noise": NOISE,
+                "sync_every": SYNC_EVERY,
+                "checkpoint_share": EARLIER,
+                "grid_seeds": sorted({row["seed"] for row in grid}),
+            },
+            seeds=sorted({row["seed"] for row in rows}),
+            kept=kept or None,
+            tables={task: table(rows, task) for task in tasks},
+            grid=grid,
+            rows=rows,
+        )
+
+    grid = work(grid_jobs(size, tasks), known=grid, keep=lambda now: write(now, rows))
+    jobs = table_jobs(size, best_of(grid))
+    rows = work(jobs, known=rows, keep=lambda now: write(grid, now))
+    for task in tasks:
+        print(f"\n{task}")
+        for line in table(rows, task):
+            print("  ".join(f"{cell:>16s}" for cell in line))
+
+
+if __name__ == "__main__":
+    main()
