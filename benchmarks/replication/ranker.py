@@ -5,11 +5,11 @@ All rows train on the rest, once, with batches of the same size in all.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,12 @@ NUM_REPLICAS, SPREAD, NOISE, SYNC_EVERY = 8, 1 / 9, 0.01, 20
 """The paper's, but for the length of a cycle: its 1000 steps are longer than a run here."""
 EARLIER = 0.3
 """The share of the training data that the checkpoint sees."""
+SMOKE_STEPS = {"smoke": 40, "smoke with a scout": 144}
+"""Of the tests. A scout of eight replicas needs 100 steps after those of the checkpoint."""
 LAST_PART = 0.1
 """Of a run, whose training losses are averaged."""
+NOTHING = {"loss": math.nan, "auc": 0.5, "normalised_entropy": math.nan}
+"""The measures of a model whose weights are not finite."""
 CHANCE_NE = 0.995
 """A run with this normalised entropy or more has learnt nothing: it has crashed."""
 
@@ -65,14 +69,14 @@ class Ranking:
 
     Args:
         table: "feed" (KuaiRand) or "census" (Census-Income).
-        size: "full", "quick" or "smoke".
+        size: "full", "quick", or one of `SMOKE_STEPS`.
         folder: The data. Without it, the digits of scikit-learn as a table.
     """
 
     def __init__(self, table: str, size: str, folder: Path | None) -> None:
         entry = ENTRIES[f"ranking, {table}"]
         plan = entry.full if size == "full" else entry.quick
-        self.plan: Plan = plan._replace(steps=60) if size == "smoke" else plan
+        self.plan: Plan = plan._replace(steps=SMOKE_STEPS[size]) if size in SMOKE_STEPS else plan
         self.task: Task = entry.make(self.plan, folder, torch.device("cpu"))
         self.num_earlier = int(EARLIER * self.plan.steps)
         self.steps = self.plan.steps - self.num_earlier
@@ -99,14 +103,15 @@ class Ranking:
         with torch.no_grad():
             logits = self.task.judge(model)
         if not bool(logits.isfinite().all()):
-            return {"loss": math.nan, "auc": 0.5, "normalised_entropy": math.nan}
+            return dict(NOTHING)
         return self.task.measures(logits)
 
-    def checkpoint(self, seed: int, lr: float) -> dict[str, Tensor]:
-        """What a plain run at the low learning rate learns from the earlier data."""
+    def start(self, seed: int, low: float | None) -> nn.Module:
+        """A new model, or with `low` what a plain run at it learns from the earlier data."""
         model = self.task.model(seed)
-        self.plain(model, lr, self.batches(seed, 0, self.num_earlier))
-        return model.state_dict()
+        if low is not None:
+            self.plain(model, low, self.batches(seed, 0, self.num_earlier))
+        return model
 
     def plain(self, model: nn.Module, lr: float, data: Sequence[tuple[Tensor, ...]]) -> list[float]:
         """Train with OneCycleLR; return the training losses, up to one that is not finite."""
@@ -140,77 +145,107 @@ def train(ranking: Ranking, name: str, lr: float, low: float, seed: int) -> dict
         Training loss, measures on held-out data, whether it crashed, and learning rates by group.
     """
     row = ROWS[name]
+    if row.is_plain:
+        return train_plain(ranking, lr, seed, low if row.is_warm else None)
+
+    def schedule(replicas: Replicas, optimizer: Any) -> hdet.HDET:
+        return hdet.OneCycleHDET(
+            optimizer,
+            max_lr=lr,
+            total_steps=ranking.steps,
+            spread=row.spread,
+            sync_every=ranking.sync_every if row.averages else ranking.steps,
+            auto_lr=row.auto_lr,
+            seed=seed,
+            **replicas,
+        )
+
+    noise = NOISE if row.is_warm else 0.0
+    found = train_replicas(ranking, schedule, lr, seed, low if row.is_warm else None, noise)
+    course = {"group_lrs": found.group_lrs} if row.auto_lr else {}
+    return found.row | course
+
+
+def train_plain(ranking: Ranking, lr: float, seed: int, low: float | None) -> dict[str, Any]:
+    """Train one model with OneCycleLR, from the checkpoint of `low` or from nothing."""
     data = ranking.batches(seed, ranking.num_earlier, ranking.steps)
-    model = ranking.task.model(seed)
-    if row.is_warm:
-        model.load_state_dict(ranking.checkpoint(seed, low))
-    with silence(), safe_attention("cpu"):
-        course: dict[str, Any] = {}
-        if row.is_plain:
-            losses = ranking.plain(model, lr, data)
-            measures = ranking.measures(model)
-        else:
-            losses, measures, course = _train_replicas(ranking, row, model, lr, seed, data)
-    num_last = max(int(LAST_PART * ranking.steps), 1)
-    ended = len(losses) == ranking.steps and math.isfinite(losses[-1])
-    entropy = measures["normalised_entropy"]
-    return {
-        "train_loss": fmean(losses[-num_last:]) if ended else math.nan,
-        **{f"validation_{key}": value for key, value in measures.items()},
-        "is_crashed": not entropy < CHANCE_NE,
-        **course,
-    }
+    model = ranking.start(seed, low)
+    losses = ranking.plain(model, lr, data)
+    return _row(ranking, losses, ranking.measures(model))
 
 
-def _train_replicas(
-    ranking: Ranking,
-    row: Row,
-    model: nn.Module,
-    lr: float,
-    seed: int,
-    data: Sequence[tuple[Tensor, ...]],
-) -> tuple[list[float], dict[str, float], dict[str, Any]]:
-    ensemble, events = hdet.StackedReplicas(model, NUM_REPLICAS), Events()
-    if row.is_warm:
-        hdet.perturb_(model, NOISE, replicas=ensemble, seed=seed)
-    optimizer = ensemble.optimizer(ranking.groups(model, lr))
-    scheduler = hdet.OneCycleHDET(
-        optimizer,
-        max_lr=lr,
-        total_steps=ranking.steps,
-        model=model,
-        replicas=ensemble,
-        spread=row.spread,
-        sync_every=ranking.sync_every if row.averages else ranking.steps,
-        auto_lr=row.auto_lr,
-        record=events,
-        seed=seed,
-    )
-    losses = []
-    try:
-        for batch in data:
-            optimizer.zero_grad()
-            each = ensemble.losses(ranking.task.loss, *batch)
-            each.sum().backward()
-            optimizer.step()
-            losses.append(each.mean().item())
-            scheduler.step(each)
-        with scheduler.consensus():
-            measures = ranking.measures(model)
-    except hdet.ReplicasLost:
-        measures = {"loss": math.nan, "auc": 0.5, "normalised_entropy": math.nan}
-    return losses, measures, _course(events) if row.auto_lr else {}
+Replicas = dict[str, Any]
+"""The arguments of a scheduler that say what trains: model, replicas and record."""
 
 
-def _course(events: Events) -> dict[str, Any]:
-    """The learning rate of every group at the end of each cycle."""
-    cycles = events.of("cycle")
-    names = [knob["name"] for knob in cycles[0]["knobs"]] if cycles else []
-    return {
-        "group_lrs": {
+class Trained(NamedTuple):
+    """How a run with replicas ended."""
+
+    row: dict[str, Any]
+    events: Events
+
+    @property
+    def group_lrs(self) -> dict[str, list[float]]:
+        """The learning rate of every group at the end of each cycle."""
+        cycles = self.events.of("cycle")
+        names = [knob["name"] for knob in cycles[0]["knobs"]] if cycles else []
+        return {
             name: [float(f"{cycle['knobs'][place]['centre']:.4g}") for cycle in cycles]
             for place, name in enumerate(names)
         }
+
+
+def train_replicas(
+    ranking: Ranking,
+    schedule: Callable[[Replicas, Any], hdet.HDET],
+    lr: float,
+    seed: int,
+    low: float | None,
+    noise: float = 0.0,
+) -> Trained:
+    """Train eight stacked replicas.
+
+    Args:
+        ranking: The task.
+        schedule: (model, replicas and record; optimizer) -> the scheduler of the run.
+        lr: The learning rate of the optimizer.
+        seed: Of weights and data.
+        low: The learning rate of the checkpoint to start from; None starts from nothing.
+        noise: Of the replicas at the start, relative to their weights.
+    """
+    data = ranking.batches(seed, ranking.num_earlier, ranking.steps)
+    model = ranking.start(seed, low)
+    losses = []
+    with silence(), safe_attention("cpu"):
+        ensemble, events = hdet.StackedReplicas(model, NUM_REPLICAS), Events()
+        if noise:
+            hdet.perturb_(model, noise, replicas=ensemble, seed=seed)
+        optimizer = ensemble.optimizer(ranking.groups(model, lr))
+        scheduler = schedule({"model": model, "replicas": ensemble, "record": events}, optimizer)
+        try:
+            for batch in data:
+                optimizer.zero_grad()
+                each = ensemble.losses(ranking.task.loss, *batch)
+                each.sum().backward()
+                optimizer.step()
+                losses.append(each.mean().item())
+                scheduler.step(each)
+            with scheduler.consensus():
+                measures = ranking.measures(model)
+        except hdet.ReplicasLost:
+            measures = dict(NOTHING)
+    return Trained(_row(ranking, losses, measures), events)
+
+
+def _row(
+    ranking: Ranking, losses: Sequence[float], measures: Mapping[str, float]
+) -> dict[str, Any]:
+    num_last = max(int(LAST_PART * ranking.steps), 1)
+    ended = len(losses) == ranking.steps and all(map(math.isfinite, losses[-num_last:]))
+    return {
+        "train_loss": fmean(losses[-num_last:]) if ended else math.nan,
+        **{f"validation_{key}": value for key, value in measures.items()},
+        "is_crashed": not measures["normalised_entropy"] < CHANCE_NE,
     }
 
 

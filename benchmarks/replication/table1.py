@@ -8,18 +8,14 @@ the checkpoint does without HDET, and what HDET does at a learning rate that is 
 as they end; the same command goes on from there.
 """
 
-import argparse
 import math
-import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 
-from benchmarks.replication.jobs import work_through
+from benchmarks.replication.jobs import Row
 from benchmarks.replication.ranker import (
     EARLIER,
     HIGH_ROWS,
@@ -32,18 +28,23 @@ from benchmarks.replication.ranker import (
     load,
     train,
 )
-from benchmarks.result_file import RESULTS, read_result, write_result
+from benchmarks.replication.script import TABLE1, Job, parse, path_of, show, worker
+from benchmarks.result_file import read_result, write_result
 
-PATH = RESULTS / "replication_table1.json"
-TASKS = ("feed", "census")
 GRID = tuple(5e-4 * 2**k for k in range(8))
 GRID_SEEDS = (100, 101, 102)
 RATIOS = (3, 9, 40)
 SEEDS = tuple(range(10))
 PAPER_RATIO = 9
-
-Job = Mapping[str, Any]
-Row = dict[str, Any]
+SETTINGS = {
+    "ratios": RATIOS,
+    "grid_seeds": GRID_SEEDS,
+    "replicas": NUM_REPLICAS,
+    "spread": SPREAD,
+    "noise": NOISE,
+    "sync_every": SYNC_EVERY,
+    "checkpoint_share": EARLIER,
+}
 
 
 def grid_jobs(size: str, tasks: Sequence[str]) -> list[Job]:
@@ -184,55 +185,34 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{fmean(found):.3f} ± {error:.3f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", dest="size", action="store_const", const="quick")
-    sizes.add_argument("--smoke", dest="size", action="store_const", const="smoke")
-    parser.add_argument("--only", choices=TASKS, action="append")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
-    size, tasks = options.size or "full", options.only or list(TASKS)
-    path = options.out or (PATH if size == "full" else PATH.with_suffix(f".{size}.json"))
-    kept = read_result(path)
-    work = partial(
-        work_through,
-        run=partial(run, folder=os.environ.get("HDET_DATA")),
-        workers=options.workers,
-    )
+def main(arguments: Sequence[str] | None = None) -> Path:
+    options = parse((__doc__ or "").splitlines()[0], arguments)
+    size, tasks, path = options.size, options.only, path_of(TABLE1, options)
+    kept, work = read_result(path), worker(run, options)
     grid: list[Row] = list(kept.get("grid", []))
     rows: list[Row] = list(kept.get("rows", []))
 
     def write(grid: Sequence[Row], rows: Sequence[Row]) -> None:
+        names = dict.fromkeys(row["task"] for row in rows)
         write_result(
             path,
-            headline=headline(rows, tasks),
-            settings={
-                "size": size,
-                "low": best_of(grid),
-                "ratios": RATIOS,
-                "replicas": NUM_REPLICAS,
-                "spread": SPREAD,
-                "noise": NOISE,
-                "sync_every": SYNC_EVERY,
-                "checkpoint_share": EARLIER,
-                "grid_seeds": sorted({row["seed"] for row in grid}),
-            },
+            headline=headline(rows, list(names)),
+            settings={"size": size, "low": best_of(grid)} | SETTINGS,
             seeds=sorted({row["seed"] for row in rows}),
             kept=kept or None,
-            tables={task: table(rows, task) for task in tasks},
+            tables={task: table(rows, task) for task in names},
             grid=grid,
             rows=rows,
         )
 
-    grid = work(grid_jobs(size, tasks), known=grid, keep=lambda now: write(now, rows))
-    jobs = table_jobs(size, best_of(grid))
-    rows = work(jobs, known=rows, keep=lambda now: write(grid, now))
-    for task in tasks:
-        print(f"\n{task}")
-        for line in table(rows, task):
-            print("  ".join(f"{cell:>16s}" for cell in line))
+    others = [row for row in grid if row["task"] not in tasks]
+    grid = work(grid_jobs(size, tasks), known=grid, keep=lambda now: write([*others, *now], rows))
+    low, grid = {task: lr for task, lr in best_of(grid).items() if task in tasks}, [*others, *grid]
+    rest = [row for row in rows if row["task"] not in tasks]
+    jobs = table_jobs(size, low)
+    rows = work(jobs, known=rows, keep=lambda now: write(grid, [*rest, *now]))
+    show({task: table(rows, task) for task in tasks})
+    return path
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replication import table1
+from benchmarks.replication import groups, stability, table1
 from benchmarks.replication.jobs import work_through
 from benchmarks.replication.ranker import ROWS
 from benchmarks.result_file import plain_json
@@ -51,3 +51,33 @@ def test_paired_difference_is_the_mean_over_seeds_in_percent() -> None:
     mean, error = table1.paired(ours, theirs, "validation_loss")
     assert mean == pytest.approx(20)
     assert error == pytest.approx(10)
+
+
+def test_groups_have_a_line_for_each_controller_and_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HDET_DATA", raising=False)
+    out = tmp_path / "groups.json"
+    groups.main(["--smoke", "--only", "census", "--workers", "0", "--out", str(out)])
+    made = json.loads(out.read_text())
+    lines = [line[:3] for line in made["tables"]["groups"][1:]]
+    assert lines == [["census", name, ratio] for name in groups.CONTROLLERS for ratio in ("1", "9")]
+    assert made["headline"]["paper_runs"] == made["headline"]["tracker_runs"] == 2
+
+
+def test_chance_of_the_papers_order_is_that_of_random_orders() -> None:
+    assert groups.chance_of(0, 20) == pytest.approx(1)
+    assert groups.chance_of(20, 20) == pytest.approx(12.0**-20)
+    assert groups.chance_of(1, 2) == pytest.approx(1 - (11 / 12) ** 2)
+
+
+def test_stability_has_a_line_for_each_way_and_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HDET_DATA", raising=False)
+    out = tmp_path / "stability.json"
+    stability.main(["--smoke", "--only", "feed", "--workers", "0", "--out", str(out)])
+    made = json.loads(out.read_text())
+    lines = [line[:3] for line in made["tables"]["stability"][1:]]
+    assert lines == [[way, "nothing", "9"] for way in stability.WAYS]
+    assert made["headline"]["nothing_set_runs"] == 1

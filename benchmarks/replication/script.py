@@ -1,0 +1,111 @@
+"""What the scripts of the replication share: their arguments, their result file, their table."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.replication.jobs import Row, work_through
+from benchmarks.result_file import RESULTS, read_result, write_result
+
+TABLE1 = RESULTS / "replication_table1.json"
+TASKS = ("feed", "census")
+SMOKE_LR = 4e-3
+
+Job = Mapping[str, Any]
+Tables = Mapping[str, Sequence[Sequence[str]]]
+
+
+class Run(Protocol):
+    def __call__(self, job: Job, *, folder: str | None) -> Row: ...
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script whose jobs follow from the best learning rate of each task."""
+
+    path: Path
+    question: str
+    jobs: Callable[[str, Mapping[str, float]], Sequence[Job]]
+    """(size, task -> its best learning rate) -> all runs."""
+    run: Run
+    headline: Callable[[Sequence[Row]], Row]
+    tables: Callable[[Sequence[Row]], Tables]
+
+    def main(self, arguments: Sequence[str] | None = None) -> Path:
+        """Run what is missing, write the result file and print the tables."""
+        options = parse(self.question, arguments)
+        size, path = options.size, path_of(self.path, options)
+        kept = read_result(path)
+        low = best_lrs(size, options.only)
+
+        def keep(rows: Sequence[Row]) -> None:
+            write_result(
+                path,
+                headline=self.headline(rows),
+                settings={"size": size, "low": low},
+                seeds=sorted({row["seed"] for row in rows}),
+                kept=kept or None,
+                tables=self.tables(rows),
+                rows=rows,
+            )
+
+        work = worker(self.run, options)
+        rows = work(self.jobs(size, low), known=kept.get("rows", []), keep=keep)
+        show(self.tables(rows))
+        return path
+
+
+def parse(question: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments of a script."""
+    parser = argparse.ArgumentParser(description=question)
+    sizes = parser.add_mutually_exclusive_group()
+    for size, what in (("quick", "ten minutes"), ("smoke", "seconds, for tests")):
+        sizes.add_argument(
+            f"--{size}", dest="size", action="store_const", const=size, default="full", help=what
+        )
+    parser.add_argument("--only", choices=TASKS, action="append", help="a task; all by default")
+    parser.add_argument("--workers", type=int, default=2, help="processes; 0 runs in this one")
+    parser.add_argument("--out", type=Path, help="another result file")
+    options = parser.parse_args(arguments)
+    options.only = options.only or list(TASKS)
+    return options
+
+
+def path_of(path: Path, options: argparse.Namespace) -> Path:
+    """The result file: one for each size, so that quick runs replace no full ones."""
+    short: Path = path if options.size == "full" else path.with_suffix(f".{options.size}.json")
+    return options.out or short
+
+
+def worker(run: Run, options: argparse.Namespace) -> Callable[..., list[Row]]:
+    """`work_through` with the data and the processes of the options."""
+    folder = os.environ.get("HDET_DATA")
+    return partial(work_through, run=partial(run, folder=folder), workers=options.workers)
+
+
+def best_lrs(size: str, tasks: Sequence[str]) -> dict[str, float]:
+    """The best learning rate of each task, from the grid of the table.
+
+    Raises:
+        SystemExit: The table was not made yet.
+    """
+    if size == "smoke":
+        return dict.fromkeys(tasks, SMOKE_LR)
+    path = TABLE1 if size == "full" else TABLE1.with_suffix(f".{size}.json")
+    found = read_result(path).get("settings", {}).get("low", {})
+    if set(tasks) - set(found):
+        raise SystemExit(f"{path.name} has no grid of {tasks}: run benchmarks.replication.table1.")
+    return {task: found[task] for task in tasks}
+
+
+def show(tables: Tables) -> None:
+    """Print tables with aligned columns."""
+    for name, lines in tables.items():
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        print(f"\n{name}")
+        for line in lines:
+            print("  ".join(f"{cell:<{w}s}" for cell, w in zip(line, widths, strict=True)))
