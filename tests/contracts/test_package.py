@@ -47,7 +47,8 @@ def state(): return (random.getstate(), torch.get_rng_state().tolist(), warnings
 before = state()
 import hdet
 assert state() == before
-frameworks = {"lightning", "accelerate", "transformers", "ray", "torchft", "plotly", "rich"}
+frameworks = {"lightning", "accelerate", "transformers", "ray", "torchft", "plotly", "rich",
+              "deepspeed", "torchtitan", "axolotl", "mlflow", "tensorboard", "trackio", "wandb"}
 assert not frameworks & set(sys.modules), frameworks & set(sys.modules)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)

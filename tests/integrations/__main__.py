@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_file import RESULTS, write_result
+from tests.integrations.features import REFUSED
 
 PACKAGES = (
     "transformers",
@@ -31,7 +32,6 @@ PACKAGES = (
     "mlflow-skinny",
     "trackio",
 )
-REFUSED = ": refused"
 
 
 def main(arguments: Sequence[str]) -> int:
