@@ -65,6 +65,29 @@ def schedule_free(task: SmallTask, seed: int) -> Outcome:
     return _train(task, seed, make, shape=lambda step: 1.0)
 
 
+def prodigy_schedule_free(task: SmallTask, seed: int) -> Outcome:
+    """Prodigy-plus-Schedule-Free with nothing set: no schedule, and its own limit of updates."""
+    from prodigyplus.prodigy_plus_schedulefree import ProdigyPlusScheduleFree
+
+    def make(model: nn.Module) -> Any:
+        return ProdigyPlusScheduleFree(model.parameters())
+
+    return _train(task, seed, make, shape=lambda step: 1.0, clip=None)
+
+
+def step_law(task: SmallTask, seed: int) -> Outcome:
+    """Step Law (arXiv 2503.04715) for a language model: a peak from its size and its tokens.
+
+    It was fitted on models and data that are thousands of times larger.
+    """
+    model = task.make_model(seed)
+    embedded = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    size = sum(p.numel() for p in model.parameters()) - embedded
+    tokens = task.steps * task.batches(seed)(0)[0].numel()
+    lr = 1.79 * size**-0.713 * tokens**0.307
+    return _train(task, seed, lambda model: torch.optim.AdamW(model.parameters(), lr=lr))
+
+
 def range_test(task: SmallTask, seed: int) -> Outcome:
     """An LR range test with the task's own optimizer, then the task's schedule from its result."""
     lr = range_lr(task, seed)
@@ -103,6 +126,7 @@ def _train(
     make: Callable[[nn.Module], Any],
     *,
     shape: Callable[[int], float] | None = None,
+    clip: float | None = CLIP,
 ) -> Outcome:
     """Train with another optimizer, by default with warm-up and cosine, and clipping."""
     model = task.make_model(seed)
@@ -114,7 +138,7 @@ def _train(
         return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * min(part, 1)))
 
     schedule = LambdaLR(optimizer, shape or cosine)
-    return _loop(task, seed, model, optimizer, schedule.step, CLIP, math.nan)
+    return _loop(task, seed, model, optimizer, schedule.step, clip, math.nan)
 
 
 def _loop(
@@ -176,5 +200,12 @@ PEERS: dict[str, Peer] = {
     "Prodigy": prodigy,
     "Schedule-Free AdamW": schedule_free,
     "D-Adapt Adam": dadapt,
+    "Prodigy-plus-Schedule-Free": prodigy_schedule_free,
     "LR range test": range_test,
+    "Step Law": step_law,
 }
+"""GPA (arXiv 2512.17131) and ScheduleFree+ (arXiv 2605.19095) are missing. The first has a learning
+rate to tune, and is a control of tails in `benchmarks/replication`. The second has no package, and
+its paper is about language models alone."""
+LANGUAGE_MODELS = ("gru_stdlib_adamw",)
+"""The reporting tasks that a law of language models applies to."""

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.result_file import RESULTS, read_result, write_result
-from benchmarks.zoo.peers import PEERS
+from benchmarks.zoo.peers import LANGUAGE_MODELS, PEERS
 from benchmarks.zoo.runs import Outcome, run_alone, run_stacked
 from benchmarks.zoo.small.catalogue import REPORTING, SETTING, TASKS
 from benchmarks.zoo.small.curve import best_lr
 from benchmarks.zoo.small.task import SmallTask
 from benchmarks.zoo.small.train import train
 from benchmarks.zoo.usual_lr import usual_lr
+from benchmarks.zoo.winner_takes_all import winner_takes_all
 from benchmarks.zoo.zoo_headline import headline
 
 PATH = RESULTS / "zoo.json"
@@ -56,6 +57,8 @@ class Method(NamedTuple):
     """(task, learning rate, seed) -> how it ended."""
     starts: tuple[float, ...] = (1.0,)
     seeds: tuple[int, ...] = SEEDS
+    tasks: tuple[str, ...] | None = None
+    """The tasks that it is for; None for all."""
 
 
 def stacked(num_replicas: int) -> Train:
@@ -89,8 +92,10 @@ METHODS: dict[str, Method] = {
     "ceiling alone": Method(ceiling_alone, HIGH_STARTS),
     "usual learning rate and ceiling": Method(usual),
     "luck": Method(plain, seeds=FRESH_SEEDS),
+    "winner takes all": Method(winner_takes_all, FEW_STARTS),
     **{name: Method(peer(name)) for name in PEERS},
 }
+METHODS["Step Law"] = METHODS["Step Law"]._replace(tasks=LANGUAGE_MODELS)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -114,7 +119,8 @@ def jobs_of(tasks: Sequence[str], methods: Sequence[str]) -> list[Job]:
     jobs = [
         Job(task, name, start, seed)
         for name in methods
-        for task in tasks
+        for task in METHODS[name].tasks or tasks
+        if task in tasks
         for seed in METHODS[name].seeds
         for start in METHODS[name].starts
     ]

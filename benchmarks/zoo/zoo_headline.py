@@ -14,6 +14,7 @@ from hdet.lr_search import constants
 
 HDET = "hdet, 8 replicas"
 PRIOR_AND_CEILING = "usual learning rate and ceiling"
+WINNER_TAKES_ALL = "winner takes all"
 LOST_SHARE = 20.0
 """A run is lost if it ends further behind than this share of the gain, in percent."""
 FITTED = (
@@ -73,13 +74,16 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
     prior = _short("", of[PRIOR_AND_CEILING])
     found |= {f"prior_and_ceiling_{name.removesuffix('_')}": one for name, one in prior.items()}
     found |= _short("luck", of["luck"])
-    peers = {name: _short("peer", of[name]) for name in PEERS if of[name]}
+    found |= _short("winner_takes_all", of[WINNER_TAKES_ALL])
+    tasks = {row["task"] for row in of[HDET]}
+    whole = [name for name in PEERS if of[name] and tasks <= {row["task"] for row in of[name]}]
+    peers = {name: _short("peer", of[name]) for name in whole}
     if peers:
         best = min(peers, key=lambda name: peers[name]["median_regret_pct_peer"])
         found["best_peer"] = best
         found["best_peer_median_regret_pct"] = peers[best]["median_regret_pct_peer"]
         found["best_peer_lost"] = peers[best]["lost_peer"]
-    for name in [*PEERS, PRIOR_AND_CEILING]:
+    for name in [*PEERS, WINNER_TAKES_ALL, PRIOR_AND_CEILING]:
         found |= _against(_word(name), of[HDET], of[name])
     guarded = [row for name, own in of.items() if name.startswith("hdet") for row in own]
     if guarded:
@@ -124,20 +128,22 @@ def _word(name: str) -> str:
 
 
 def _against(name: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
-    """A sign test over pairs of the same task and seed; ours is the median over the starts."""
-    losses: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for row in ours:
-        losses[row["task"], row["seed"]].append(finite(row["loss"]))
-    pairs = [
-        (median(losses[row["task"], row["seed"]]), finite(row["loss"]))
-        for row in theirs
-        if (row["task"], row["seed"]) in losses
-    ]
+    """A sign test over pairs of the same task and seed, each the median over the starts."""
+    mine, others = _medians(ours), _medians(theirs)
+    pairs = [(mine[key], loss) for key, loss in others.items() if key in mine]
     if not pairs:
         return {}
     wins = sum(our < their for our, their in pairs)
     p = sum(math.comb(len(pairs), num) for num in range(wins, len(pairs) + 1)) / 2 ** len(pairs)
     return {f"wins_over_{name}": wins, f"pairs_with_{name}": len(pairs), f"sign_p_{name}": p}
+
+
+def _medians(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """For each task and seed the median loss over the starts."""
+    losses: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        losses[row["task"], row["seed"]].append(finite(row["loss"]))
+    return {key: median(found) for key, found in losses.items()}
 
 
 def table(rows: Sequence[Row], method: str = HDET) -> str:

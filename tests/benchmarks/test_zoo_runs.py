@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.zoo import peers, zoo, zoo_fit, zoo_lengths, zoo_sizes
+from benchmarks.zoo import peers, winner_takes_all, zoo, zoo_fit, zoo_lengths, zoo_sizes
 from benchmarks.zoo.runs import run_alone, run_stacked
-from benchmarks.zoo.small.catalogue import TASKS
+from benchmarks.zoo.small.catalogue import REPORTING, TASKS
 from benchmarks.zoo.small.curve import best_lr, curve_rows
 from benchmarks.zoo.usual_lr import mean_share, usual_lr
 from benchmarks.zoo.zoo_headline import headline, reference, regrets
@@ -34,11 +34,47 @@ def test_run_without_a_scout_keeps_its_learning_rate() -> None:
     assert (outcome.peak, outcome.scout_steps, outcome.rollbacks) == (1e-3, 0, 0)
 
 
-@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("name", sorted({*peers.PEERS} - {"Step Law"}))
 def test_peer_trains(name: str) -> None:
     task = replace(TASKS["mlp_digits_adam"], steps=60)
     outcome = peers.PEERS[name](task, 0)
     assert outcome.loss < outcome.outset
+
+
+def test_step_law_is_a_peer_of_language_models_only() -> None:
+    jobs = zoo.jobs_of([*REPORTING], ["Step Law"])
+    assert {job.task for job in jobs} == set(peers.LANGUAGE_MODELS)
+    task = replace(TASKS[peers.LANGUAGE_MODELS[0]], steps=10)
+    outcome = peers.PEERS["Step Law"](task, 0)
+    assert outcome.loss < outcome.outset
+
+
+def test_winner_of_a_population_becomes_the_parent_of_all() -> None:
+    task = replace(TASKS["mlp_digits_adam"], steps=10)
+    members = [winner_takes_all._member(task, 1e-3, 0, place) for place in range(3)]
+    for member, value in zip(members, (3.0, 1.0, 2.0), strict=True):
+        with torch.no_grad():
+            for parameter in member.model.parameters():
+                parameter.fill_(value)
+    winner = winner_takes_all._select(members, [[3.0], [1.0], [math.nan]])
+    assert winner is members[1]
+    for member in members:
+        assert all(bool((p == 1.0).all()) for p in member.model.parameters())
+    assert [member.factor for member in members] == pytest.approx([1.0, 1.25, 1.25**2])
+
+
+def test_members_of_a_population_step_with_one_mean_gradient() -> None:
+    task = replace(TASKS["mlp_digits_adam"], steps=10)
+    members = [winner_takes_all._member(task, 1e-3, 0, place) for place in range(2)]
+    for member, value in zip(members, (1.0, 3.0), strict=True):
+        for parameter in member.model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+    winner_takes_all._share_gradients(members, None)
+    grads = [p.grad for member in members for p in member.model.parameters()]
+    assert all(grad is not None and bool((grad == 2.0).all()) for grad in grads)
+    lr = members[1].optimizer.param_groups[0]["lr"]
+    members[1].step()
+    assert members[1].optimizer.param_groups[0]["lr"] == pytest.approx(lr, rel=0.1)
 
 
 def test_usual_learning_rate_is_the_prior_for_the_mean_of_the_schedule() -> None:
@@ -85,6 +121,18 @@ def test_sign_test_counts_pairs_of_the_same_task_and_seed() -> None:
     found = headline(rows)
     assert (found["wins_over_prodigy"], found["pairs_with_prodigy"]) == (3, 4)
     assert found["sign_p_prodigy"] == pytest.approx(5 / 16)
+
+
+def test_sign_test_takes_the_median_over_starts() -> None:
+    shared = {"task": DIGITS, "steps": 100, "scout_steps": 2, "chosen": 0.5, "rollbacks": 0}
+    ends = {"hdet, 8 replicas": (0.3, 0.3, 9.0), "winner takes all": (0.2, 4.0, 5.0)}
+    rows = [
+        {**shared, "method": method, "seed": 0, "start": start, "loss": loss}
+        for method, losses in ends.items()
+        for start, loss in zip((0.01, 1.0, 100.0), losses, strict=True)
+    ]
+    found = headline(rows)
+    assert (found["wins_over_winner_takes_all"], found["pairs_with_winner_takes_all"]) == (1, 1)
 
 
 def test_longer_run_goes_through_the_data_anew() -> None:
