@@ -61,9 +61,10 @@ def text_of(event: Mapping[str, Any]) -> str:
             by = f" Compared by {event['compared_by']}." if event.get("compared_by") else ""
             return f"scout: {event['factor']:.3g} times the given learning rate{around}.{by}"
         case "guard":
-            back, lowered = event["back_to"], event.get("factor")
-            change = f", learning rates times {lowered:.3g}" if lowered else ""
-            return f"guard: weights of step {back}{change}. {event.get('reason', '')}".rstrip()
+            back, factor = event["back_to"], event.get("factor") or 1
+            done = [f"weights of step {back}"] * (back != event["step"])
+            done += [f"learning rates times {factor:.3g}"] * (factor != 1)
+            return f"guard: {', '.join(done) or 'no change'}. {event.get('reason', '')}".rstrip()
         case "note" if event.get("text"):
             return str(event["text"])
         case "cycle" | "converge" if event.get("excluded"):
@@ -108,7 +109,8 @@ def _of_guard(event: Mapping[str, Any]) -> Numbers:
 
 
 def _of_note(event: Mapping[str, Any]) -> Numbers:
-    yield from (event.get("measures") or {}).items()
+    for name, value in (event.get("measures") or {}).items():
+        yield f"note/{name}", value
 
 
 _NUMBERS = {"cycle": _of_cycle, "scout": _of_search, "guard": _of_guard, "note": _of_note}
