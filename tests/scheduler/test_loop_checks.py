@@ -243,3 +243,11 @@ def test_a_held_out_batch_and_a_probe_do_not_keep_a_graph() -> None:
     del x, kept
     gc.collect()
     assert alive() is None
+
+
+def test_counter_that_accelerate_reads_says_what_to_use_there() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    scheduler = hdet.HDET(torch.optim.SGD([weight], lr=0.1), scout=None, guard=None)
+    with pytest.raises(AttributeError, match=r"once for each process.*prepare_hdet"):
+        scheduler._step_count  # noqa: B018
+    assert not hasattr(scheduler, "_step_count")

@@ -36,6 +36,18 @@ class RunReadings(LRScheduler):
         """The number of steps of the run. None if it has no end."""
         return self._run.settings.total_steps
 
+    @property
+    def _step_count(self) -> int:  # type: ignore[override]  # torch writes it; hdet has none
+        """Torch's private counter. A scheduler of hdet has none.
+
+        Accelerate reads it before it steps a scheduler once for each process.
+        """
+        raise AttributeError(
+            "a scheduler of hdet has no `_step_count`. Accelerate reads it to step a prepared "
+            "scheduler once for each process, which is too often. Leave the scheduler out of "
+            "`accelerator.prepare`, and make it with hdet.integrations.accelerate.prepare_hdet."
+        )
+
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of this replica.
 
