@@ -59,7 +59,9 @@ class Script:
         return path
 
 
-def parse(question: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    question: str, arguments: Sequence[str] | None, tasks: Sequence[str] = TASKS
+) -> argparse.Namespace:
     """Read the arguments of a script."""
     parser = argparse.ArgumentParser(description=question)
     sizes = parser.add_mutually_exclusive_group()
@@ -67,11 +69,11 @@ def parse(question: str, arguments: Sequence[str] | None) -> argparse.Namespace:
         sizes.add_argument(
             f"--{size}", dest="size", action="store_const", const=size, default="full", help=what
         )
-    parser.add_argument("--only", choices=TASKS, action="append", help="a task; all by default")
+    parser.add_argument("--only", choices=tasks, action="append", help="a task; all by default")
     parser.add_argument("--workers", type=int, default=2, help="processes; 0 runs in this one")
     parser.add_argument("--out", type=Path, help="another result file")
     options = parser.parse_args(arguments)
-    options.only = options.only or list(TASKS)
+    options.only = options.only or list(tasks)
     return options
 
 

@@ -122,13 +122,17 @@ def _digits_as_table() -> Table:
     return _table(columns, digits.data[:, 1:17:2].tolist(), labels)
 
 
-def images(folder: Path | None, device: torch.device) -> Images:
-    """CIFAR-10, or else scikit-learn's digits."""
+def images(
+    folder: Path | None, device: torch.device, most: tuple[int, int] | None = None
+) -> Images:
+    """CIFAR-10, at most so many images to train and to test with; or else scikit-learn's digits."""
+    num_train, num_test = most or (5 * BATCH, BATCH)
     if folder is not None and (folder / PACKED).exists():
         with np.load(folder / PACKED) as packed:
-            parts = [packed[name] for name in ("x", "y", "x_test", "y_test")]
+            parts = [packed[name][:num_train] for name in ("x", "y")]
+            parts += [packed[name][:num_test] for name in ("x_test", "y_test")]
     elif folder is not None and (folder / "cifar10").exists():
-        parts = unpacked(folder / "cifar10", 5 * BATCH, BATCH)
+        parts = unpacked(folder / "cifar10", num_train, num_test)
     else:
         return _digits(device)
     x, y, x_test, y_test = (torch.from_numpy(part).to(device) for part in parts)

@@ -45,6 +45,8 @@ class Task(NamedTuple):
     measures: Callable[[Tensor], dict[str, float]]
     group_of: Callable[[str], int] = lambda name: 0
     groups: tuple[str, ...] = ("all",)
+    truth: Tensor | None = None
+    """What `judge` should answer: classes, or yes or no for each question."""
 
 
 def seeded(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
@@ -135,9 +137,14 @@ def language(
 # Vision ---------------------------------------------------------------------------------------
 
 
-def vision(plan: Plan, folder: Path | None, device: torch.device) -> Task:
-    """The class of an image, shifted by up to two pixels and mirrored."""
-    images = _images(folder, device)
+def vision(
+    plan: Plan, folder: Path | None, device: torch.device, *, most: tuple[int, int] | None = None
+) -> Task:
+    """The class of an image, shifted by up to two pixels and mirrored.
+
+    `most` is how many images there are to train and to test with; all by default.
+    """
+    images = _images(folder, device, most)
     height, width = images.x.shape[2:]
     shift = 2 if height >= 32 else 0
     padded = F.pad(images.x, [shift] * 4).permute(0, 2, 3, 1).contiguous()
@@ -186,12 +193,13 @@ def vision(plan: Plan, folder: Path | None, device: torch.device) -> Task:
         lambda model: losses(model, parts[0]),
         answers,
         measures,
+        truth=images.y_test[parts[1]],
     )
 
 
 @cache
-def _images(folder: Path | None, device: torch.device) -> data.Images:
-    return data.images(folder, device)
+def _images(folder: Path | None, device: torch.device, most: tuple[int, int] | None) -> data.Images:
+    return data.images(folder, device, most)
 
 
 # Ranking --------------------------------------------------------------------------------------
@@ -245,6 +253,7 @@ def ranker(plan: Plan, folder: Path | None, device: torch.device, *, table: str)
         measures,
         group_of_ranker,
         GROUPS,
+        rows.labels[test],
     )
 
 

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.replication import groups, stability, table1
+from benchmarks.replication import groups, stability, table1, tail
 from benchmarks.replication.jobs import work_through
 from benchmarks.replication.ranker import ROWS
+from benchmarks.replication.tail_tasks import calibration
 from benchmarks.result_file import plain_json
 
 
@@ -81,3 +83,55 @@ def test_stability_has_a_line_for_each_way_and_start(
     lines = [line[:3] for line in made["tables"]["stability"][1:]]
     assert lines == [[way, "nothing", "9"] for way in stability.WAYS]
     assert made["headline"]["nothing_set_runs"] == 1
+
+
+def test_tails_have_a_line_for_each_control_and_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HDET_DATA", raising=False)
+    out, task = tmp_path / "tail.json", "census, 3 epochs"
+    tail.main(["--smoke", "--only", task, "--workers", "0", "--out", str(out)])
+    made = json.loads(out.read_text())
+    lines = [line[0] for line in made["tables"]["tails"][1:]]
+    assert lines == ["best control", *tail.CONTROLS, *tail.TRIED]
+    assert {"mean_gain_pct", "standard_error", "tasks_won", "tasks"} <= {
+        key.removeprefix("soup_") for key in made["headline"]
+    }
+    assert [line[1] for line in made["tables"]["differences"][1:3]] == ["runs of their own", "soup"]
+
+
+def tails_of(losses: dict[str, list[float]], task: str) -> dict[str, object]:
+    same = {name: [1.0] * 4 for name in tail.CONTROLS}
+    return {"kind": "tails", "task": task, "seeds": "0-3", "losses": {**same, **losses}}
+
+
+def test_recipe_wins_a_task_by_two_standard_errors() -> None:
+    rows = [
+        tails_of({"soup": [0.98, 0.97, 0.98, 0.97]}, "a"),
+        tails_of({"soup": [0.9, 1.09, 0.95, 1.04]}, "b"),
+    ]
+    assert tail.won(rows, "soup", range(4), ["a", "b"]) == 1
+    mean, error = tail.gain(rows, "a", "soup", range(4))
+    assert mean == pytest.approx(2.5)
+    assert error == pytest.approx(0.5 / 3**0.5)
+
+
+def test_recipe_is_compared_with_the_best_control_and_stops_where_it_is_worse() -> None:
+    rows = [
+        tails_of({"soup": [0.95] * 4, "EMA 5 %": [0.9] * 4}, "a"),
+        tails_of({"soup": [1.1] * 4}, "b"),
+    ]
+    assert tail.gain(rows, "a", "soup", range(4))[0] == pytest.approx(100 * (1 - 0.95 / 0.9))
+    assert tail.stopped(rows, "soup", range(4), ["a", "b"])
+    assert not tail.stopped(rows, "soup", range(4), ["a"])
+
+
+def test_calibration_of_equal_and_of_opposite_members() -> None:
+    sure = torch.tensor([[5.0, -5.0], [-5.0, 5.0]])
+    truth = torch.tensor([0, 1])
+    same = calibration(torch.stack([sure, sure]), truth)
+    assert same["disagreement"] == 0
+    assert same["ensemble_loss"] == pytest.approx(same["member_loss"])
+    apart = calibration(torch.stack([sure, -sure]), truth)
+    assert apart["disagreement"] == 1
+    assert apart["ensemble_loss"] == pytest.approx(0.6931, abs=1e-3)
