@@ -202,8 +202,9 @@ def train_replicas(
     seed: int,
     low: float | None,
     noise: float = 0.0,
+    num_replicas: int = NUM_REPLICAS,
 ) -> Trained:
-    """Train eight stacked replicas.
+    """Train stacked replicas.
 
     Args:
         ranking: The task.
@@ -212,12 +213,13 @@ def train_replicas(
         seed: Of weights and data.
         low: The learning rate of the checkpoint to start from; None starts from nothing.
         noise: Of the replicas at the start, relative to their weights.
+        num_replicas: How many share each batch.
     """
     data = ranking.batches(seed, ranking.num_earlier, ranking.steps)
     model = ranking.start(seed, low)
     losses = []
     with silence(), safe_attention("cpu"):
-        ensemble, events = hdet.StackedReplicas(model, NUM_REPLICAS), Events()
+        ensemble, events = hdet.StackedReplicas(model, num_replicas), Events()
         if noise:
             hdet.perturb_(model, noise, replicas=ensemble, seed=seed)
         optimizer = ensemble.optimizer(ranking.groups(model, lr))

@@ -384,7 +384,9 @@ def table(rows: Sequence[Row], tasks: Sequence[str], seeds: Sequence[int]) -> li
 def of_gain(mean: float, error: float) -> str:
     if math.isnan(mean):
         return ""
-    return "not finite" if math.isinf(mean) else f"{mean:+.2f} ± {error:.2f}"
+    if math.isinf(mean):
+        return "not finite"
+    return f"{mean:+.2f}" if math.isnan(error) else f"{mean:+.2f} ± {error:.2f}"
 
 
 def difference_table(rows: Sequence[Row]) -> list[list[str]]:

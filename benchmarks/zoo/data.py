@@ -10,6 +10,7 @@ packs what FOLDER has into a small one that a machine without pillow can read. F
 - cifar10/: sheets of 100 x 100 images, {data_batch_1..5,test_batch}.webp, and labels.npy, [6,
   10000], made of the batches at https://www.cs.toronto.edu/~kriz/cifar.html, in their order
 - census-income.test.gz, from https://archive.ics.uci.edu/dataset/117
+- wikitext2/{valid,test}.txt: parts of https://huggingface.co/datasets/Salesforce/wikitext
 - kuairand/kuairand27k_standard_kcore15.tsv: a slice of https://kuairand.com
 """
 

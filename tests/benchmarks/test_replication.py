@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.replication import groups, stability, table1, tail
+from benchmarks.replication import groups, quadratics, review, stability, table1, tail
 from benchmarks.replication.jobs import work_through
 from benchmarks.replication.ranker import ROWS
 from benchmarks.replication.tail_tasks import calibration
@@ -135,3 +135,25 @@ def test_calibration_of_equal_and_of_opposite_members() -> None:
     apart = calibration(torch.stack([sure, -sure]), truth)
     assert apart["disagreement"] == 1
     assert apart["ensemble_loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_review_has_a_table_for_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HDET_DATA", raising=False)
+    out = tmp_path / "review.json"
+    review.main(["--smoke", "--workers", "0", "--out", str(out)])
+    made = json.loads(out.read_text())
+    assert list(made["tables"]) == list(review.PARTS)
+    ways = [line[0] for line in made["tables"]["networks"][1:]]
+    assert ways == [*review.PLAIN, review.LONGER, *(w for w in review.WAYS if w != review.ALONE)]
+    assert [line[0] for line in made["tables"]["intervals"][1:]] == list(review.FANS)
+    assert [line[0] for line in made["tables"]["factorial"][1:-1]] == list(review.LEVELS)
+    before = out.stat().st_mtime_ns
+    review.main(["--smoke", "--workers", "0", "--out", str(out)])
+    assert out.stat().st_mtime_ns == before, "a second call runs nothing again"
+
+
+def test_quadratics_end_where_their_closed_forms_say() -> None:
+    for what, (_, values) in quadratics.QUESTIONS.items():
+        for value in values:
+            found = quadratics.run(what, value, seed=0)
+            assert found.measured == pytest.approx(found.predicted, rel=0.1), (what, value)

@@ -22,6 +22,8 @@ from benchmarks.zoo import data
 from benchmarks.zoo.data import Images, Table
 
 HELD_IMAGES, HELD_ROWS = 1000, 4000
+TRAINED_PART = 0.9
+"""Of a text; it is followed by what is held out."""
 CORPUS_BYTES = 8_000_000
 """What is read of the corpus."""
 PACKAGES = (
@@ -35,6 +37,8 @@ PACKAGES = (
     "xml",
 )
 CHUNK = 1024
+WIKITEXT = ("wikitext2/valid.txt", "wikitext2/test.txt")
+"""WikiText-2 without its part to train on: the first is trained on, and the other judges."""
 
 
 class Rows(NamedTuple):
@@ -129,15 +133,24 @@ def half_cifar() -> Images:
 
 @cache
 def text(name: str) -> Tensor:
-    """The bytes of "mdn", "shakespeare" or "stdlib"."""
+    """The bytes of "mdn", "shakespeare", "stdlib" or "wikitext"."""
     if name == "stdlib":
         read = b"".join(file.read_bytes() for file in sorted(_library().glob("*.py")))
+    elif name == "wikitext":
+        read = b"".join((folder(*WIKITEXT) / part).read_bytes() for part in WIKITEXT)
     elif name == "shakespeare":
         read = (folder(data.TEXT) / data.TEXT).read_bytes()
     else:
         with lzma.open(folder(data.CORPUS) / data.CORPUS) as corpus:
             read = corpus.read(CORPUS_BYTES)
     return _as_bytes(read)
+
+
+def num_trained(name: str) -> int:
+    """How many bytes of a text are trained on; the others follow them."""
+    if name == "wikitext":
+        return (folder(*WIKITEXT) / WIKITEXT[0]).stat().st_size
+    return int(TRAINED_PART * len(text(name)))
 
 
 @cache

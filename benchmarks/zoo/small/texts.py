@@ -22,8 +22,6 @@ from benchmarks.zoo.small.task import (
 )
 
 CONTEXT, WINDOW = 32, 64
-TRAINED_PART = 0.9
-"""Of a text; it is followed by what is held out."""
 SIZE = Size(256, CONTEXT, 2, 4, 32)
 NUM_HELD = 256
 
@@ -37,7 +35,7 @@ def byte_loss(model: Any, text: Tensor) -> Tensor:
 def byte_batches(name: str) -> Callable[[int, int, int], Batches]:
     def batches(seed: int, steps: int, batch: int) -> Batches:
         text = data.text(name)
-        num = int(TRAINED_PART * len(text)) - CONTEXT
+        num = data.num_trained(name) - CONTEXT
         starts = torch.randint(num, (steps, batch, 1), generator=generator(seed))
         return lambda step: (text[starts[step] + torch.arange(CONTEXT + 1)].long(),)
 
@@ -47,7 +45,7 @@ def byte_batches(name: str) -> Callable[[int, int, int], Batches]:
 def byte_score(name: str) -> Callable[[nn.Module], Mapping[str, Tensor]]:
     def score(model: nn.Module) -> Mapping[str, Tensor]:
         text = data.text(name)
-        first = int(TRAINED_PART * len(text))
+        first = data.num_trained(name)
         starts = torch.linspace(first, len(text) - CONTEXT - 1, NUM_HELD).long()[:, None]
         held = text[starts + torch.arange(CONTEXT + 1)].long()
         logits = call(model, held[:, :-1])
