@@ -99,6 +99,17 @@ def train(sink: TrackerSink) -> Events:
     return events
 
 
+def differing(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the expected points that a tracker did not store, to the precision of float32."""
+    found = {name: torch.tensor(stored.get(name, []), dtype=torch.float64) for name in expected}
+    wanted = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in expected.items()}
+    return {
+        name: (found[name], rows)
+        for name, rows in wanted.items()
+        if found[name].shape != rows.shape or not torch.allclose(found[name], rows, 1e-6, 1e-12)
+    }
+
+
 def stored_of(rows: list[tuple[str, int, float]]) -> Points:
     """Points by name from rows of a name, a step and a value."""
     found: Points = {}
