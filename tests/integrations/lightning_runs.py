@@ -1,12 +1,15 @@
 """Runs with Lightning's Trainer, in the processes of a launch."""
 
+import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -104,6 +107,41 @@ def fitted(lr: float, *callbacks: Any, **options: Any) -> Digits:
     return module
 
 
+class Events:
+    """A sink that keeps the events of a run."""
+
+    def __init__(self) -> None:
+        self.kept: list[Mapping[str, Any]] = []
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        self.kept.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        return [event for event in self.kept if event["event"] == kind]
+
+
+class Watch(Callback):
+    """Sees the weights and the gradients of this replica after each batch."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str] = {}
+        self.largest_norm = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Digits, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.digests[trainer.global_step] = digits.digest(pl_module.network)
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Digits, optimizer: Any) -> None:
+        grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if grads and trainer.global_step:
+            norm = float(nn.utils.get_total_norm(grads))
+            self.largest_norm = max(self.largest_norm, norm)
+
+
 def three_ways(epochs: int) -> dict[str, Any]:
     """Train without hdet at a bad and at a good learning rate, and with hdet at the bad one."""
     callback = HDETCallback(scout=SCOUT)
@@ -118,3 +156,78 @@ def three_ways(epochs: int) -> dict[str, Any]:
         "clock": callback.scheduler.last_epoch,
         "digest": digits.digest(runs["hdet"].network),
     }
+
+
+EXPLORING: dict[str, Any] = {"spread": 0.5, "sync_every": 20, "scout": None}
+"""Replicas with learning rates of their own, which differ in mid-cycle."""
+
+
+def accumulating(steps: int) -> dict[str, Any]:
+    """Accumulate two micro-batches and clip, at a learning rate that is far too low."""
+    events, watch = Events(), Watch()
+    callback = HDETCallback(scout=SCOUT, record=events)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": steps}
+    module = fitted(digits.BAD_LR, callback, watch, max_epochs=-1, **options)
+    cycles = events.of("cycle")
+    return {
+        "loss": digits.held_out_loss(module.network),
+        "clock": callback.scheduler.last_epoch,
+        "steps": module.trainer.global_step,
+        "norm": watch.largest_norm,
+        "first_losses": cycles[0]["losses"] if cycles else None,
+    }
+
+
+def validating(folder: str) -> dict[str, Any]:
+    """Validate in the middle of cycles, and log; the same run without both."""
+    plain, watch = HDETCallback(**EXPLORING), Watch()
+    expected = fitted(digits.GOOD_LR, plain, max_steps=70)
+    callback = HDETCallback(**EXPLORING)
+    module = Digits(digits.GOOD_LR)
+    trainer = trainer_of(
+        callback,
+        watch,
+        LearningRateMonitor(),
+        max_steps=70,
+        val_check_interval=27,
+        check_val_every_n_epoch=None,
+        limit_val_batches=2,
+        num_sanity_val_steps=1,
+        log_every_n_steps=1,
+        logger=CSVLogger(folder, name="", version=""),
+    )
+    trainer.fit(module, Batches(), list(Batches(4)))
+    return {
+        "expected": digits.digest(expected.network),
+        "digest": digits.digest(module.network),
+        "shown": module.shown,
+        "before": [watch.digests[step] for step in (27, 54)],
+        "lrs": callback.scheduler.get_replica_lrs(),
+    }
+
+
+def saving(folder: str, steps: Sequence[int], hold_out: int) -> dict[str, Any]:
+    """Save with ModelCheckpoint, and resume from the checkpoints of these steps."""
+
+    def run(name: str, path: Path | None = None) -> dict[str, Any]:
+        save = ModelCheckpoint(
+            f"{folder}/{name}", "{step}", every_n_train_steps=steps[0], save_top_k=-1
+        )
+        callback = HDETCallback(scout=SCOUT, hold_out=hold_out)
+        module = Digits(digits.BAD_LR)
+        trainer = trainer_of(
+            callback, save, max_epochs=6, enable_checkpointing=True, limit_val_batches=1
+        )
+        trainer.fit(module, Batches(), list(Batches(4)), ckpt_path=path)
+        return {
+            "digest": digits.digest(module.network),
+            "loss": digits.held_out_loss(module.network),
+            "clock": callback.scheduler.last_epoch,
+        }
+
+    found = {"whole": run("whole")}
+    for step in steps:
+        path = Path(folder, "whole", f"step={step}.ckpt")
+        saved = torch.load(path, weights_only=True)["lr_schedulers"][0]
+        found[f"{step}"] = {**run(f"from-{step}", path), "scouts": "search" in saved}
+    return found

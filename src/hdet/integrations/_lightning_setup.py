@@ -1,4 +1,9 @@
-"""What HDETCallback does before the first step: take over the schedule, and hold out batches."""
+"""What HDETCallback does before the first step: take over the schedule, and hold out batches.
+
+It uses one private name of Lightning: `fit_loop._combined_loader`. Lightning loads the place of a
+resumable loader only while it makes the loader, and asking for the length of the run makes it too
+early. Without the loader, Lightning makes it again.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,15 +44,18 @@ def take_over(trainer: Trainer, module: LightningModule, options: Mapping[str, A
     found = {**options, "scaler": getattr(trainer.precision_plugin, "scaler", None)}
     if callable(found.get("replicas")):
         found["replicas"] = found["replicas"](module)
-    length = trainer.estimated_stepping_batches  # it loads the training data too
     configs = trainer.lr_scheduler_configs
     base = configs[0].scheduler if configs else trainer.optimizers[0]
+    length = trainer.estimated_stepping_batches
     if 0 < length < math.inf:
         found.setdefault("total_steps", int(min(length, getattr(base, "total_steps", length))))
     if configs and configs[0].interval == "epoch":
         trainer.fit_loop.setup_data()
         steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         found["steps_per_epoch"] = steps * configs[0].frequency
+    if trainer.ckpt_path is not None:
+        trainer.fit_loop.teardown()
+        trainer.fit_loop._combined_loader = None
     scheduler = HDET(base, model=trainer.model, **found)
     name = configs[0].name if configs else None
     configs[:] = [LRSchedulerConfig(scheduler, name=name, interval="step")]

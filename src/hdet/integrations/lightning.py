@@ -7,7 +7,7 @@ While a fit runs, it stands in for two public methods, since no hook comes in ti
 - `module.log`: in the scout a metric of training keeps its first value. Learning rates that diverge
   on purpose would fill the log, and EarlyStopping would end the run.
 
-It uses no private name of Lightning.
+It uses no private name of Lightning, and `_lightning_setup.py` one.
 """
 
 from collections.abc import Mapping, Sequence
