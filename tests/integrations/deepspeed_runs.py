@@ -1,0 +1,218 @@
+"""Runs with DeepSpeed on the CPU, in the processes of a launch."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+import hdet
+from hdet.integrations.deepspeed import attach_hdet
+from hdet.integrations.tracking import scalars_now
+from tests.integrations import digits
+
+BATCH = 16
+SCOUT = hdet.Scout(share=0.25)
+"""Room for a usual search in a run of a few hundred steps."""
+
+
+def start() -> None:
+    """Start DeepSpeed without its kernels for the CPU, which take minutes to compile."""
+    vars(deepspeed.ops)["__compatible_ops__"] = {}
+    deepspeed.init_distributed("gloo")
+
+
+class Training:
+    """A loop as the docs of DeepSpeed show it. Without options of hdet, it is a plain run."""
+
+    def __init__(self, lr: float, num_steps: int, **options: Any) -> None:
+        model = digits.network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        optimizer.register_step_pre_hook(self._before_update)
+        base = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=num_steps)
+        self.accumulation = options.pop("accumulation", 1)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=base,
+            config={
+                "train_micro_batch_size_per_gpu": BATCH,
+                "gradient_accumulation_steps": self.accumulation,
+                "gradient_clipping": options.pop("clip", 0.0),
+                "zero_optimization": {"stage": 0},
+                "steps_per_print": 10**9,
+            },
+        )
+        self.num_steps, self.num_batches = num_steps, 0
+        self.num_updates, self.highest_norm = 0, 0.0
+        self.losses: list[float] = []
+        self.is_hdet = bool(options)
+        self.scheduler: Any = attach_hdet(self.engine, **options) if self.is_hdet else base
+        self.x, self.y = digits.tensors()
+        self.share = digits.NUM_TRAINED // int(os.environ["WORLD_SIZE"])
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.num_updates += 1
+        self.highest_norm = max(self.highest_norm, nn.utils.get_total_norm(grads).item())
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """The batch of this process."""
+        generator = torch.Generator().manual_seed(number)
+        first = self.share * int(os.environ["RANK"])
+        chosen = first + torch.randint(self.share, (BATCH,), generator=generator)
+        return self.x[chosen], self.y[chosen]
+
+    def run(self, until: int | None = None) -> None:
+        """Train up to a number of optimizer steps."""
+        while self.engine.global_steps < (until or self.num_steps):
+            x, y = self.batch(self.num_batches)
+            loss = nn.functional.cross_entropy(self.engine(x), y)
+            self.engine.backward(loss)
+            if self.is_hdet:
+                self.scheduler.observe(loss)
+            self.engine.step()
+            self.losses.append(loss.item())
+            self.num_batches += 1
+
+    def save(self, folder: str | Path) -> None:
+        self.engine.save_checkpoint(str(folder))
+
+    def load(self, folder: str | Path) -> None:
+        self.engine.load_checkpoint(str(folder))
+        self.num_batches = self.engine.global_steps * self.accumulation
+
+    def loss(self) -> float:
+        return digits.held_out_loss(self.engine.module)
+
+    def digest(self) -> str:
+        return digits.digest(self.engine.module)
+
+
+def three_ways(num_steps: int) -> dict[str, float]:
+    """The loss of a plain run at a bad learning rate, of hdet there, and of a good plain run."""
+    start()
+    found = {}
+    ways: list[tuple[str, float, dict[str, Any]]] = [
+        ("bad", digits.BAD_LR, {}),
+        ("hdet", digits.BAD_LR, {"scout": SCOUT}),
+        ("good", digits.GOOD_LR, {}),
+    ]
+    for name, lr, options in ways:
+        training = Training(lr, num_steps, **options)
+        training.run()
+        found[name] = training.loss()
+    return found
+
+
+def accumulates(num_steps: int) -> dict[str, Any]:
+    """Train with two micro-batches, clipping and the scout; say what was counted and logged."""
+    start()
+    training = Training(digits.BAD_LR, num_steps, scout=SCOUT, accumulation=2, clip=0.5)
+    logged = []
+    for step in range(1, num_steps + 1):
+        training.run(step)
+        rates = scalars_now(training.scheduler)
+        mine = rates[f"hdet/lr/group0/replica{os.environ['RANK']}"]
+        logged.append(mine == training.engine.get_lr()[0] and "hdet/lr/group0" in rates)
+    return {
+        "clock": training.scheduler.last_epoch,
+        "updates": training.num_updates,
+        "batches": training.num_batches,
+        "loss": training.loss(),
+        "norm": training.highest_norm,
+        "logged": all(logged),
+    }
+
+
+def observes() -> dict[str, Any]:
+    """Train with two micro-batches; return the losses of hdet's cycles and those of the loop."""
+    start()
+    sink = Cycles()
+    options = {"scout": None, "record": sink, "sync_every": 10, "accumulation": 2}
+    training = Training(digits.GOOD_LR, 30, **options)
+    training.run()
+    own = torch.tensor(training.losses, dtype=torch.float64).reshape(3, 20).mean(1)
+    return {"recorded": sink.losses, "own": own.tolist()}
+
+
+class Cycles:
+    """A sink that keeps the losses of the replicas in each cycle."""
+
+    def __init__(self) -> None:
+        self.losses: list[list[float]] = []
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "cycle":
+            self.losses.append(list(event["losses"]))
+
+    def close(self) -> None:
+        pass
+
+
+EXPLORING = {"scout": SCOUT, "spread": 0.2, "sync_every": 40}
+"""Replicas differ inside of a cycle."""
+IN_SCOUT, IN_CYCLE, END = 13, 210, 300
+
+
+def resumes(folder: str) -> dict[str, Any]:
+    """Save in mid-scout and in mid-cycle, and go on from there; evaluate in mid-cycle."""
+    start()
+    first = Training(digits.BAD_LR, END, **EXPLORING)
+    first.run(IN_SCOUT)
+    found: dict[str, Any] = {"scouting": first.scheduler.is_scouting}
+    first.save(f"{folder}/scout")
+    first.run(IN_CYCLE)
+    found["mid-cycle"] = first.digest()
+    with first.scheduler.consensus():
+        found["consensus"] = first.digest()
+    found["after consensus"] = first.digest()
+    first.save(f"{folder}/cycle")
+    found["saved"] = first.digest()
+    first.run()
+    first.scheduler.converge()
+    found["end"] = first.digest()
+
+    second = Training(digits.BAD_LR, END, **EXPLORING)
+    second.load(f"{folder}/scout")
+    found["still scouting"] = second.scheduler.is_scouting
+    second.run(IN_CYCLE)
+    second.save(f"{folder}/cycle again")
+    second.run()
+    second.scheduler.converge()
+    found["end from scout"] = second.digest()
+
+    third = Training(digits.BAD_LR, END, **EXPLORING)
+    third.load(f"{folder}/cycle")
+    found["clock"] = third.scheduler.last_epoch
+    third.run()
+    third.scheduler.converge()
+    found["end from cycle"] = third.digest()
+    return found
+
+
+def refuses() -> list[str]:
+    """What hdet says to engines that it cannot train."""
+    start()
+    kinds: list[dict[str, Any]] = [{"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
+    said = []
+    for config in [*kinds, {"bf16": {"enabled": True}}]:
+        model = digits.network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=digits.GOOD_LR)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": BATCH,
+                "zero_allow_untested_optimizer": True,
+                **config,
+            },
+        )
+        try:
+            attach_hdet(engine, optimizer, total_steps=END)
+        except ValueError as error:
+            said.append(str(error))
+    return said

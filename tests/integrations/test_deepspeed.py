@@ -1,0 +1,104 @@
+"""hdet with DeepSpeed on the CPU, in two real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.features import (
+    ACCUMULATES,
+    CLIPS,
+    EVALUATES,
+    FINDS,
+    LOGS,
+    REFUSED,
+    RESUMES,
+    RESUMES_SCOUT,
+)
+from tests.integrations.launch import launch
+
+RUNS = "tests.integrations.deepspeed_runs"
+
+
+@pytest.mark.works("DeepSpeed", FINDS)
+def test_deepspeed_with_a_bad_learning_rate_gets_the_loss_of_a_good_one() -> None:
+    loss, _ = launch(f"{RUNS}:three_ways", num_steps=300)
+    assert loss["bad"] > 2.0
+    assert loss["hdet"] <= 1.05 * loss["good"]
+
+
+@pytest.fixture(scope="module")
+def accumulated() -> list[dict[str, Any]]:
+    return launch(f"{RUNS}:accumulates", num_steps=300)
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", ACCUMULATES)
+def test_deepspeed_clock_counts_optimizer_steps(accumulated: list[dict[str, Any]]) -> None:
+    for found in accumulated:
+        assert found["clock"] == found["updates"] == 300
+        assert found["batches"] == 600
+        assert found["loss"] < 0.2
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", CLIPS)
+def test_deepspeed_clips_gradients_also_in_the_scout(accumulated: list[dict[str, Any]]) -> None:
+    for found in accumulated:
+        assert 0.4 < found["norm"] < 0.5 + 1e-4
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", LOGS)
+def test_deepspeed_steps_with_the_logged_learning_rate(accumulated: list[dict[str, Any]]) -> None:
+    assert all(found["logged"] for found in accumulated)
+
+
+@pytest.mark.integrations
+def test_deepspeed_observes_the_loss_of_every_micro_batch() -> None:
+    found = launch(f"{RUNS}:observes")
+    cycles = found[0]["recorded"]
+    assert len(cycles) == 3
+    for replica, own in enumerate(one["own"] for one in found):
+        assert [losses[replica] for losses in cycles] == pytest.approx(own, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("deepspeed")
+    return launch(f"{RUNS}:resumes", folder=str(folder))
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", EVALUATES)
+def test_deepspeed_evaluates_the_consensus_in_mid_cycle(resumed: list[dict[str, Any]]) -> None:
+    assert resumed[0]["mid-cycle"] != resumed[1]["mid-cycle"]
+    assert resumed[0]["consensus"] == resumed[1]["consensus"] == resumed[0]["saved"]
+    assert [one["after consensus"] for one in resumed] == [one["mid-cycle"] for one in resumed]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", RESUMES_SCOUT)
+def test_deepspeed_resumes_in_mid_scout_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
+    for found in resumed:
+        assert found["scouting"]
+        assert found["still scouting"]
+        assert found["end from scout"] == found["end"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", RESUMES)
+def test_deepspeed_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
+    for found in resumed:
+        assert found["clock"] == 210
+        assert found["end from cycle"] == found["end"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", "ZeRO stages 1, 2 and 3" + REFUSED)
+def test_deepspeed_engines_that_split_or_copy_weights_are_refused() -> None:
+    for said in launch(f"{RUNS}:refuses"):
+        assert len(said) == 4
+        for stage in (1, 2, 3):
+            assert f"it has ZeRO stage {stage}. ZeRO splits the optimizer" in said[stage - 1]
+        assert '"torch_autocast" instead' in said[3]
