@@ -426,6 +426,29 @@ def test_resumed_search_goes_on_with_its_batches_bit_for_bit(engine: str, tmp_pa
     assert finished(after) == expected
 
 
+def test_resumed_search_leaves_the_random_numbers_of_the_run_that_saved(tmp_path: Path) -> None:
+    def drawn_after_search(run: Run) -> list[float]:
+        while run.scheduler.is_scouting:
+            torch.rand(1)  # as dropout draws
+            run.step()
+        return torch.rand(3).tolist()
+
+    run = Run()
+    run.scheduler.hold_out(loss_of, held(0))
+    for _ in range(2):
+        torch.rand(1)
+        run.step()
+    saved_in_mid_search(run, tmp_path)
+    at_save = torch.get_rng_state()
+    other = Run()
+    resumed(other, tmp_path)
+    other.scheduler.hold_out(loss_of, held(0))
+    assert torch.equal(torch.get_rng_state(), at_save)
+    found = drawn_after_search(other)
+    torch.set_rng_state(at_save)
+    assert drawn_after_search(run) == found
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_resume_while_stacked_replicas_still_hold_out(steps: int, tmp_path: Path) -> None:
     run = Run("stacked", num=2)

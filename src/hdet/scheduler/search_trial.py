@@ -228,6 +228,8 @@ class SearchTrial:
     def interrupt(self) -> None:
         """Restore the start in the middle of a round, which is repeated if there is time."""
         self._spend(self._done)
+        if not self.search.is_over:  # a run that resumes here knows no earlier random numbers
+            self.keep_random_state()
 
     def _spend(self, num_steps: int) -> None:
         self.search.interrupt(num_steps)
