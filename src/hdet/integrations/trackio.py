@@ -38,7 +38,7 @@ class TrackioSink(TrackerSink):
     def _tell(self, kind: str, text: str, step: int) -> None:
         is_news = kind in ("scout", "note")
         level = trackio.AlertLevel.INFO if is_news else trackio.AlertLevel.WARN
-        self._run.alert(f"hdet {kind}", text, level, step=step)
+        self._run.alert(f"hdet {kind}", text.removeprefix(f"{kind}: "), level, step=step)
 
     def _store(self, folder: Path) -> None:
         self._run.log_artifact(folder, name=f"{folder.name}-{self._run.id}", type="report")

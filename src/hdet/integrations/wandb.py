@@ -43,7 +43,7 @@ class WandbSink(TrackerSink):
         self._run.log({"hdet/event": text, "hdet/step": step})
         if kind != "note":
             level = "INFO" if kind == "scout" else "WARN"
-            self._run.alert(f"hdet {kind}", f"step {step}: {text}", level)
+            self._run.alert(f"hdet {kind}", f"step {step}: {text.removeprefix(f'{kind}: ')}", level)
 
     def _store(self, folder: Path) -> None:
         artifact = wandb.Artifact(f"{folder.name}-{self._run.id}", type="report")
