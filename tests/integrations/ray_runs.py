@@ -28,7 +28,13 @@ from tests.integrations.digits import BAD_LR, NUM_TRAINED, digest, held_out_loss
 from tests.processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
-ENVIRONMENT = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # reports wait for it
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",  # the machine may be busy
+    "OMP_NUM_THREADS": "1",
+}
 ENDED = "run-{run}-worker-{rank}.json"
 
 
@@ -170,9 +176,10 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _die_once(folder: Path, step: int, at: tuple[int, ...]) -> None:
-    """Kill the second worker at this step, at the first visit."""
+    """Kill the second worker at this step, at the first visit, when Ray knows the checkpoint."""
     mark = folder / f"died-at-{step}"
     if step in at and train.get_context().get_world_rank() == 1 and not mark.exists():
+        train.get_all_reported_checkpoints()
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 

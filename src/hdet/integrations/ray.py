@@ -110,7 +110,7 @@ class HDETRun:
 
     def _numbers(self) -> dict[str, float]:
         own = {"hdet/step": self.scheduler.last_epoch, "hdet/replica": self._replica}
-        return {**scalars_now(self.scheduler), **self._last_cycle.scalars, **own}
+        return {**self._last_cycle.scalars, **scalars_now(self.scheduler), **own}
 
     def _shared_folder(self) -> Path:
         if self._folder is not None:
