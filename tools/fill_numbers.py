@@ -191,7 +191,7 @@ def age_of(path: Path) -> str:
     told: Mapping[str, Any] = json.loads(path.read_text())
     script = script_of(path)
     code = changed_since(told["commit"], "src/hdet")
-    own = changed_since(told["commit"], "benchmarks", script)
+    own = changed_since(told["commit"], (script or "benchmarks").split("/")[0], script)
     since = "unknown commit" if code is None else f"{code} files of src/hdet"
     mine = "" if not own or script is None else f", {script}"
     state = "as old as the code" if code == 0 and not own else f"older than {since}{mine}"
@@ -199,8 +199,10 @@ def age_of(path: Path) -> str:
 
 
 def script_of(path: Path) -> str | None:
-    """The benchmark that writes a result file."""
-    found = sorted((ROOT / "benchmarks").glob(f"*/{path.name.split('.')[0]}.py"))
+    """The benchmark or the folder of tests that writes a result file."""
+    name = path.name.split(".")[0]
+    found = sorted((ROOT / "benchmarks").glob(f"*/{name}.py"))
+    found += (ROOT / "tests").glob(f"{name}/__main__.py")
     return str(found[0].relative_to(ROOT)) if found else None
 
 
