@@ -2,16 +2,39 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import hdet
+from tests.integrations.__main__ import PACKAGES
 
 SOURCE = Path(hdet.__file__).parent
+PROJECT = SOURCE.parent.parent / "pyproject.toml"
+ADAPTERS = ("transformers", "lightning", "accelerate", "ray", "trackers")
+"""The extras of `hdet.integrations`."""
+FRAMEWORKS = {
+    "accelerate",
+    "axolotl",
+    "deepspeed",
+    "lightning",
+    "mlflow",
+    "peft",
+    "plotly",
+    "ray",
+    "rich",
+    "tensorboard",
+    "torchft",
+    "torchtitan",
+    "trackio",
+    "transformers",
+    "wandb",
+}
 PURE = ("hdet._messages", "hdet.control", "hdet.lr_search", "hdet.records.reader")
 
 
@@ -47,11 +70,28 @@ def state(): return (random.getstate(), torch.get_rng_state().tolist(), warnings
 before = state()
 import hdet
 assert state() == before
-frameworks = {"lightning", "accelerate", "transformers", "ray", "torchft", "plotly", "rich",
-              "deepspeed", "torchtitan", "axolotl", "mlflow", "tensorboard", "trackio", "wandb"}
-assert not frameworks & set(sys.modules), frameworks & set(sys.modules)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_hdet_imports_no_trainer_and_no_tracker() -> None:
+    """Not even where every public name is used."""
+    script = f"""
+import sys
+import hdet
+for name in hdet.__all__:
+    getattr(hdet, name)
+import hdet.cli.main, hdet.integrations, hdet.integrations.tracking
+assert not {FRAMEWORKS} & set(sys.modules), {FRAMEWORKS} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_every_package_of_an_extra_and_of_the_integrations_is_a_framework() -> None:
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    of_extras = {name for extra in ADAPTERS for name in extras[extra]} | set(PACKAGES)
+    modules = {re.split(r"[^\w-]", name)[0].removesuffix("-skinny") for name in of_extras}
+    assert modules <= FRAMEWORKS
 
 
 def test_import_hdet_loads_no_module_but_its_version() -> None:
