@@ -4,12 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integrations.launch import ROOT
+from tests.integrations.test_wandb import records
 from tests.processes import run_program
 
 SCRIPT = """
-import mlflow, torch, hdet
+import sys, mlflow, torch, hdet
 from hdet.integrations.mlflow import MlflowSink
 from hdet.integrations.tensorboard import TensorBoardSink
 from hdet.integrations.trackio import TrackioSink
@@ -27,6 +29,7 @@ scheduler = hdet.HDET(optimizer, total_steps=4, sync_every=2, scout=None, record
 for _ in range(4):
     optimizer.step()
     scheduler.step(1.0)
+sys.exit(3)
 """
 
 
@@ -42,10 +45,13 @@ def test_all_trackers_have_the_report_of_a_script_that_just_ends(tmp_path: Path)
         "HF_HUB_OFFLINE": "1",
     }
     done = run_program(sys.executable, "-W", "ignore", "-c", SCRIPT, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 3, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "record" not in done.stderr, done.stderr
     assert len(list(tmp_path.glob("tensorboard/hdet/report.html"))) == 1
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in events.Scalars("hdet/loss/replica0")] == [2, 4]
+    assert [one.exit.exit_code for one in records(tmp_path) if one.HasField("exit")] == [3]
     assert len(list(tmp_path.glob("mlflow/*/*/artifacts/hdet/report.html"))) == 1
     # W&B and trackio keep files by their content.
     staged = [*tmp_path.glob("artifacts/staging/*"), *tmp_path.glob("trackio/artifacts/**/*")]

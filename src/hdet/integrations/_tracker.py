@@ -38,7 +38,8 @@ class TrackerSink(ABC):
                 self._start()
                 self._is_started = True
                 # Later than the tracker's own, so before it: the report must reach an open run.
-                atexit.register(self.close)
+                # The tracker then ends the run itself, as it knows whether the script failed.
+                atexit.register(self._close_record)
             if numbers:
                 self._log(numbers, step)
             if text:
@@ -49,18 +50,21 @@ class TrackerSink(ABC):
 
     def close(self) -> None:
         """Store the report, and end what this sink has started. A second call does nothing."""
-        atexit.unregister(self.close)
+        is_started = self._is_started
+        try:
+            self._close_record()
+        finally:
+            if is_started:
+                self._end()
+
+    def _close_record(self) -> None:
+        atexit.unregister(self._close_record)
         kept, self._kept = self._kept, None
         is_started, self._is_started = self._is_started, False
-        if kept is None:
-            return
-        with kept:
-            try:
+        if kept is not None:
+            with kept:
                 if is_started and not self._has_failed:
                     self._store(_with_report(Path(kept.name) / RECORD))
-            finally:
-                if is_started:
-                    self._end()
 
     def _keep(self, event: Mapping[str, Any]) -> None:
         """Add the event to the record that the report is made from."""

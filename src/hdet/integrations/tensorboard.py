@@ -50,6 +50,7 @@ class TensorBoardSink(TrackerSink):
 
     def _store(self, folder: Path) -> None:
         shutil.copytree(folder, self._log_dir / folder.name, dirs_exist_ok=True)
+        self._writer.flush()  # at exit nothing else does
 
     def _end(self) -> None:
         self._writer.close()
