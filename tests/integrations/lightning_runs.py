@@ -1,8 +1,9 @@
 """Runs with Lightning's Trainer, in the processes of a launch."""
 
-import csv
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
 
 import hdet
 from hdet.integrations.lightning import HDETCallback
@@ -22,6 +29,7 @@ NUM_BATCHES = 45
 """Batches of an epoch, for each of two processes."""
 SCOUT = hdet.Scout(share=0.25)
 """Room for a usual search in a run of a few hundred steps."""
+FULL = StateDictOptions(full_state_dict=True)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -50,6 +58,11 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._place = state["place"]
+
+
+def validation() -> DataLoader[Any]:
+    """Four batches, of this process."""
+    return DataLoader(list(Batches(4)), batch_size=None)  # type: ignore[arg-type]
 
 
 class Digits(LightningModule):
@@ -88,7 +101,7 @@ def trainer_of(*callbacks: Any, **options: Any) -> Trainer:
     given: dict[str, Any] = {
         "accelerator": "cpu",
         "strategy": "ddp",
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": int(os.environ.get("WORLD_SIZE", 1)),
         "use_distributed_sampler": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -162,12 +175,21 @@ EXPLORING: dict[str, Any] = {"spread": 0.5, "sync_every": 20, "scout": None}
 """Replicas with learning rates of their own, which differ in mid-cycle."""
 
 
-def accumulating(steps: int) -> dict[str, Any]:
+def accumulating(folder: str, steps: int) -> dict[str, Any]:
     """Accumulate two micro-batches and clip, at a learning rate that is far too low."""
     events, watch = Events(), Watch()
     callback = HDETCallback(scout=SCOUT, record=events)
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": steps}
-    module = fitted(digits.BAD_LR, callback, watch, max_epochs=-1, **options)
+    module = fitted(
+        digits.BAD_LR,
+        callback,
+        watch,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        max_epochs=-1,
+        max_steps=steps,
+        log_every_n_steps=1,
+        logger=CSVLogger(folder, name="", version=""),
+    )
     cycles = events.of("cycle")
     return {
         "loss": digits.held_out_loss(module.network),
@@ -196,7 +218,7 @@ def validating(folder: str) -> dict[str, Any]:
         log_every_n_steps=1,
         logger=CSVLogger(folder, name="", version=""),
     )
-    trainer.fit(module, Batches(), list(Batches(4)))
+    trainer.fit(module, Batches(), validation())
     return {
         "expected": digits.digest(expected.network),
         "digest": digits.digest(module.network),
@@ -213,16 +235,18 @@ def saving(folder: str, steps: Sequence[int], hold_out: int) -> dict[str, Any]:
         save = ModelCheckpoint(
             f"{folder}/{name}", "{step}", every_n_train_steps=steps[0], save_top_k=-1
         )
-        callback = HDETCallback(scout=SCOUT, hold_out=hold_out)
+        events = Events()
+        callback = HDETCallback(scout=SCOUT, hold_out=hold_out, record=events)
         module = Digits(digits.BAD_LR)
         trainer = trainer_of(
             callback, save, max_epochs=6, enable_checkpointing=True, limit_val_batches=1
         )
-        trainer.fit(module, Batches(), list(Batches(4)), ckpt_path=path)
+        trainer.fit(module, Batches(), validation(), ckpt_path=path)
         return {
             "digest": digits.digest(module.network),
             "loss": digits.held_out_loss(module.network),
             "clock": callback.scheduler.last_epoch,
+            "compared_by": sorted({event["compared_by"] for event in events.of("scout")}),
         }
 
     found = {"whole": run("whole")}
@@ -231,3 +255,136 @@ def saving(folder: str, steps: Sequence[int], hold_out: int) -> dict[str, Any]:
         saved = torch.load(path, weights_only=True)["lr_schedulers"][0]
         found[f"{step}"] = {**run(f"from-{step}", path), "scouts": "search" in saved}
     return found
+
+
+class Sharded(Digits):
+    """A module under FSDP2, with two replicas of one process each."""
+
+    def configure_model(self) -> None:
+        self.mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(self.network, mesh=self.mesh)
+
+
+def sharded(folder: str) -> dict[str, Any]:
+    """Train under FSDP2, save after the scout, and resume."""
+
+    def run(name: str, path: Path | None = None) -> dict[str, Any]:
+        callback = HDETCallback(
+            scout=SCOUT, replicas=lambda module: hdet.ProcessReplicas(module.mesh["replicate"])
+        )
+        save = ModelCheckpoint(f"{folder}/{name}", "{step}", every_n_train_steps=104, save_top_k=-1)
+        module = Sharded(digits.BAD_LR)
+        trainer = trainer_of(
+            callback,
+            save,
+            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            enable_checkpointing=True,
+            max_epochs=5,
+        )
+        trainer.fit(module, Batches(), ckpt_path=path)
+        whole = digits.network()
+        whole.load_state_dict(get_model_state_dict(module.network, options=FULL))
+        return {"digest": digits.digest(whole), "loss": digits.held_out_loss(whole)}
+
+    return {"whole": run("whole"), "resumed": run("from", Path(folder, "whole", "step=104.ckpt"))}
+
+
+class Kept(Digits):
+    """Knows its weights right after each checkpoint."""
+
+    def on_fit_start(self) -> None:
+        self.after: dict[int, str] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.after[self.trainer.global_step] = digits.digest(self.network)
+
+
+def keeping(folder: str) -> dict[str, Any]:
+    """Keep the best model and the weights alone, and stop early, with replicas that differ."""
+    module, callback = Kept(digits.GOOD_LR), HDETCallback(**EXPLORING)
+    best = ModelCheckpoint(f"{folder}/best", monitor="val_loss")
+    light = ModelCheckpoint(
+        f"{folder}/light", "{step}", every_n_train_steps=33, save_weights_only=True
+    )
+    trainer = trainer_of(
+        callback,
+        EarlyStopping("val_loss", min_delta=10, patience=2),
+        best,
+        light,
+        max_steps=200,
+        val_check_interval=27,
+        check_val_every_n_epoch=None,
+        limit_val_batches=4,
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, Batches(), validation())
+    file = torch.load(f"{folder}/light/step=66.ckpt", weights_only=True)
+    alone, score = Digits(0.0), best.best_model_score
+    alone.load_state_dict(file["state_dict"])
+    after = digits.digest(module.network)
+    assert score is not None
+    (tested,) = trainer.validate(module, validation(), ckpt_path="best", verbose=False)
+    return {
+        "clock": callback.scheduler.last_epoch,
+        "digest": after,
+        "saved_alone": digits.digest(alone.network),
+        "after_saving": module.after[66],
+        "in_mid_cycle": module.after[65],
+        "file_has_optimizer": "optimizer_states" in file,
+        "best": score.item(),
+        "best_loaded": tested["val_loss"],
+    }
+
+
+class Float16(MixedPrecision):
+    """The loss scale of float16. The products stay in float32, for CPUs without float16."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        yield
+
+
+class HalfDigits(Digits):
+    """Its gradients pass through float16, and overflow where the loss scale is high."""
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.network(x).half().float(), y)
+
+
+def scaling(steps: int) -> dict[str, Any]:
+    """Train with a loss scale that is too high at first, so that steps are skipped."""
+    events, scaler = Events(), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    callback = HDETCallback(scout=SCOUT, record=events)
+    module = HalfDigits(digits.BAD_LR)
+    trainer = trainer_of(callback, plugins=[Float16("16-mixed", "cpu", scaler)], max_steps=steps)
+    trainer.fit(module, Batches())
+    return {
+        "loss": digits.held_out_loss(module.network),
+        "clock": callback.scheduler.last_epoch,
+        "steps": trainer.global_step,
+        "scale": scaler.get_scale(),
+        "losses": [event["losses"] for event in events.of("cycle")][:1],
+    }
+
+
+class Misused(Digits):
+    """hdet in the natural place, without the callback."""
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        return [found["optimizer"]], [hdet.HDET(found["lr_scheduler"]["scheduler"], model=self)]
+
+
+def misused() -> list[str]:
+    """Return the warnings of a run that gives hdet the module itself, and steps by epoch."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer_of(max_steps=3300, limit_train_batches=40, max_epochs=1).fit(
+            Misused(digits.BAD_LR), Batches()
+        )
+    return [
+        str(one.message)
+        for one in seen
+        if "hdet" in str(one.message) or "scout" in str(one.message)
+    ]

@@ -53,7 +53,7 @@ def take_over(trainer: Trainer, module: LightningModule, options: Mapping[str, A
         trainer.fit_loop.setup_data()
         steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         found["steps_per_epoch"] = steps * configs[0].frequency
-    if trainer.ckpt_path is not None:
+    if trainer.ckpt_path or trainer.strategy.restore_checkpoint_after_setup:
         trainer.fit_loop.teardown()
         trainer.fit_loop._combined_loader = None
     scheduler = HDET(base, model=trainer.model, **found)
