@@ -1,17 +1,24 @@
 """Runs with Accelerate, in the processes of a launch."""
 
-from collections.abc import Iterator
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate import Accelerator, PartialState
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
 from hdet.integrations.accelerate import prepare_hdet
+from hdet.integrations.tracking import scalars_now
 from tests.integrations import digits
 
 BATCH = 16
@@ -29,6 +36,8 @@ class Training:
         *,
         accumulation: int = 1,
         clip: float | None = None,
+        scaler: Any = None,
+        network: Callable[[], nn.Module] = digits.network,
         **options: Any,
     ) -> None:
         self.accelerator = Accelerator(
@@ -36,23 +45,27 @@ class Training:
             gradient_accumulation_steps=accumulation,
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         )
+        self.accelerator.scaler = scaler
         x, y = digits.tensors()
         trained = TensorDataset(x[: digits.NUM_TRAINED], y[: digits.NUM_TRAINED])
         loader: DataLoader[Any] = DataLoader(trained, BATCH, shuffle=True)
-        model = digits.network()
+        model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         self.num_steps, self.clip = num_steps, clip
         self.step = self.num_batches = self.num_updates = 0
-        optimizer.register_step_post_hook(self._count_update)
+        self.highest_norm, self.losses = 0.0, list[float]()
+        optimizer.register_step_pre_hook(self._before_update)
         base = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total_steps=num_steps)
         self.scheduler: Any = base
         self.is_hdet = bool(options)
         if self.is_hdet:
             self.scheduler = prepare_hdet(self.accelerator, base, self.model, **options)
 
-    def _count_update(self, *_: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.num_updates += 1
+        self.highest_norm = max(self.highest_norm, nn.utils.get_total_norm(grads).item())
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of all epochs, from the one that is due."""
@@ -70,7 +83,7 @@ class Training:
         while self.step < (until or self.num_steps):
             x, y = next(batches)
             with accelerator.accumulate(self.model):
-                loss = nn.functional.cross_entropy(self.model(x), y)
+                loss = self.loss_of(self.model, x, y)
                 accelerator.backward(loss)
                 if self.clip is not None and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -80,14 +93,23 @@ class Training:
                 elif accelerator.sync_gradients:
                     self.scheduler.step()
                 self.optimizer.zero_grad()
+            self.losses.append(loss.item())
             self.step += accelerator.sync_gradients
 
-    def save(self, folder: Path) -> None:
-        self.accelerator.save_state(str(folder))
+    def loss_of(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch; with a scaler through float16, which overflows by rank."""
+        logits = model(x)
+        if self.accelerator.scaler is not None:
+            factor = 64**self.accelerator.process_index
+            logits = (logits / factor).half().float() * factor
+        return nn.functional.cross_entropy(logits, y)
 
-    def load(self, folder: Path, step: int) -> None:
-        self.accelerator.load_state(str(folder))
-        self.step = self.num_batches = step
+    def save(self, folder: str) -> None:
+        self.accelerator.save_state(folder)
+
+    def load(self, folder: str, step: int) -> None:
+        self.accelerator.load_state(folder)
+        self.step = self.num_batches = step  # the runs that load do not accumulate
 
     def loss(self) -> float:
         return digits.held_out_loss(self.accelerator.unwrap_model(self.model))
@@ -115,3 +137,248 @@ def three_ways(num_steps: int) -> dict[str, float]:
         found[name] = training.loss()
         training.end()
     return found
+
+
+class Kept(GeneralTracker):
+    """A tracker that keeps what is logged."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[int, dict[str, float]] = {}
+
+    @property
+    def tracker(self) -> Any:
+        return self.logged
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    @on_main_process
+    def log(self, values: dict[str, float], step: int, **_: Any) -> None:
+        self.logged[step] = values
+
+
+def accumulates(num_steps: int) -> dict[str, Any]:
+    """Train with two micro-batches, clipping and the scout; say what was counted and logged."""
+    training = Training(digits.BAD_LR, num_steps, scout=SCOUT, accumulation=2, clip=0.5)
+    accelerator, rates = training.accelerator, []
+    kept = Kept()
+    accelerator.log_with = [kept]
+    accelerator.init_trackers("digits")
+    for step in range(1, num_steps + 1):
+        training.run(step)
+        accelerator.log(scalars_now(training.scheduler), step=step)
+        rates.append(training.optimizer.param_groups[0]["lr"])
+    return {
+        "clock": training.scheduler.last_epoch,
+        "updates": training.num_updates,
+        "batches": training.num_batches,
+        "loss": training.loss(),
+        "norm": training.highest_norm,
+        "rates": rates,
+        "logged": list(kept.logged.values()),
+    }
+
+
+class Events:
+    """A sink that keeps the events of a run."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: str, field: str) -> list[Any]:
+        return [event[field] for event in self.events if event["event"] == kind]
+
+
+def observes() -> dict[str, Any]:
+    """Train an epoch with two micro-batches; return the losses of the cycles and of the loop."""
+    sink = Events()
+    training = Training(digits.GOOD_LR, 20, scout=None, record=sink, sync_every=10, accumulation=2)
+    training.run()
+    own = torch.tensor(training.losses, dtype=torch.float64).reshape(2, 20).mean(1)
+    return {"recorded": sink.of("cycle", "losses"), "own": own.tolist()}
+
+
+EXPLORING: dict[str, Any] = {"scout": SCOUT, "spread": 0.2, "sync_every": 40}
+"""Replicas differ inside of a cycle."""
+IN_SCOUT, IN_CYCLE, END = 13, 210, 300
+
+
+def resumes(folder: str) -> dict[str, Any]:
+    """Save in mid-scout and in mid-cycle, and go on from there; evaluate in mid-cycle."""
+    first = Training(digits.BAD_LR, END, **EXPLORING)
+    first.run(IN_SCOUT)
+    found: dict[str, Any] = {"scouting": first.scheduler.is_scouting}
+    first.save(f"{folder}/scout")
+    first.run(IN_CYCLE)
+    found["mid-cycle"] = first.digest()
+    with first.scheduler.consensus():
+        found["consensus"] = first.digest()
+    found["after consensus"] = first.digest()
+    first.save(f"{folder}/cycle")
+    found["saved"] = first.digest()
+    first.run()
+    first.scheduler.converge()
+    found["end"] = first.digest()
+
+    second = Training(digits.BAD_LR, END, **EXPLORING)
+    second.load(f"{folder}/scout", IN_SCOUT)
+    found["still scouting"] = second.scheduler.is_scouting
+    second.run(IN_CYCLE)
+    second.save(f"{folder}/cycle again")
+    second.run()
+    second.scheduler.converge()
+    found["end from scout"] = second.digest()
+
+    third = Training(digits.BAD_LR, END, **EXPLORING)
+    third.load(f"{folder}/cycle", IN_CYCLE)
+    found["clock"] = third.scheduler.last_epoch
+    third.run()
+    third.scheduler.converge()
+    found["end from cycle"] = third.digest()
+    return found
+
+
+def scales(num_steps: int) -> dict[str, Any]:
+    """Train with a loss scale that overflows on one process more often than on the other."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=5)
+    training = Training(digits.BAD_LR, num_steps, scout=SCOUT, scaler=scaler)
+    training.run()
+    return {
+        "clock": training.scheduler.last_epoch,
+        "updates": training.num_updates,
+        "loss": training.loss(),
+        "scale": scaler.get_scale(),
+        "digest": training.digest(),
+    }
+
+
+def holds_out(num_steps: int) -> dict[str, Any]:
+    """Give the scout two batches that nobody trains on."""
+    sink = Events()
+    training = Training(digits.BAD_LR, num_steps, scout=SCOUT, record=sink)
+    x, y = digits.tensors()
+    for part in range(2):
+        first = digits.NUM_TRAINED + 100 * (2 * training.accelerator.process_index + part)
+        rows = slice(first, min(first + 100, len(x)))
+        training.scheduler.hold_out(training.loss_of, x[rows], y[rows])
+    training.run()
+    return {"by": sink.of("scout", "compared_by"), "loss": training.loss()}
+
+
+def refuses() -> list[str]:
+    """What hdet says to schedulers and models at the wrong place."""
+    said = []
+    training = Training(digits.GOOD_LR, END)
+    accelerator, base, model = training.accelerator, training.scheduler, training.model
+    prepared = accelerator.prepare(hdet.HDET(base, model=model, scout=None))
+    attempts: list[Any] = [
+        prepared.step,
+        lambda: prepare_hdet(accelerator, accelerator.prepare(base), model),
+        lambda: prepare_hdet(accelerator, base, accelerator.unwrap_model(model)),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except (AttributeError, TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def lora_network() -> nn.Module:
+    """A network whose layers train with LoRA."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)  # of the LoRA weights
+    model: Any = digits.network()
+    return get_peft_model(model, LoraConfig(r=16, target_modules=["0", "2"]))
+
+
+def trains_lora(num_steps: int) -> dict[str, float]:
+    """The loss of LoRA at a bad learning rate, without hdet and with it."""
+    found = {}
+    ways: list[tuple[str, dict[str, Any]]] = [("bad", {}), ("hdet", {"scout": SCOUT})]
+    for name, options in ways:
+        training = Training(digits.BAD_LR, num_steps, network=lora_network, **options)
+        training.run()
+        found[name] = training.loss()
+        training.end()
+    return found
+
+
+def shard(replicas: int) -> None:
+    """Let Accelerate use FSDP2. Its launcher does this on accelerators, but not on the CPU."""
+    state = Accelerator(cpu=True).state
+    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=4 // replicas)
+    PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    state.parallelism_config, state.device_mesh = config, config.build_device_mesh("cpu")
+
+
+def shards_digest(training: Training) -> str:
+    """A hash of the shards of this process."""
+    shards: list[Any] = list(training.model.parameters())
+    return digits.digest(nn.ParameterList(shard.to_local().detach() for shard in shards))
+
+
+def shards(folder: str) -> dict[str, Any]:
+    """Train two replicas of two shards each; save in mid-scout, and go on from there."""
+    shard(replicas=2)
+    first = Training(digits.BAD_LR, END, **EXPLORING)
+    first.run(IN_SCOUT)
+    found: dict[str, Any] = {"scouting": first.scheduler.is_scouting}
+    first.save(folder)
+    first.run()
+    first.scheduler.converge()
+    found["end"], found["loss"] = shards_digest(first), sum(first.losses[-20:]) / 20
+
+    second = Training(digits.BAD_LR, END, **EXPLORING)
+    second.load(folder, IN_SCOUT)
+    second.run()
+    second.scheduler.converge()
+    found["end from scout"] = shards_digest(second)
+
+    shard(replicas=1)
+    try:
+        Training(digits.BAD_LR, END, **EXPLORING)
+    except ValueError as error:
+        found["one replica"] = str(error)
+    return found
+
+
+def stacks(num_steps: int) -> dict[str, Any]:
+    """Train four replicas on one device, at a bad learning rate."""
+    accelerator = Accelerator(cpu=True)
+    x, y = digits.tensors()
+    trained = TensorDataset(x[: digits.NUM_TRAINED], y[: digits.NUM_TRAINED])
+    loader: DataLoader[Any] = DataLoader(trained, BATCH, shuffle=True)
+    model, loader = accelerator.prepare(digits.network(), loader)
+    ensemble = hdet.StackedReplicas(model, 4)
+    adamw = torch.optim.AdamW(model.parameters(), lr=digits.BAD_LR)
+    optimizer = accelerator.prepare(ensemble.optimizer(adamw))
+    base = torch.optim.lr_scheduler.OneCycleLR(optimizer, digits.BAD_LR, total_steps=num_steps)
+    scheduler = prepare_hdet(accelerator, base, model, replicas=ensemble, scout=SCOUT)
+    while scheduler.last_epoch < num_steps:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                losses = ensemble.losses(loss_of, x, y)
+                accelerator.backward(losses.sum())
+                optimizer.step()
+                scheduler.step(losses)
+                optimizer.zero_grad()
+    with scheduler.consensus():
+        return {"loss": digits.held_out_loss(model)}
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)

@@ -1,8 +1,25 @@
 """hdet with Accelerate, in two real processes."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.integrations.features import FINDS
+from tests.integrations.features import (
+    ACCUMULATES,
+    CLIPS,
+    EVALUATES,
+    FINDS,
+    FP16,
+    FSDP2,
+    HOLDS_OUT,
+    LOGS,
+    LORA,
+    REFUSED,
+    RESUMES,
+    RESUMES_SCOUT,
+    STACKED,
+)
 from tests.integrations.launch import launch
 
 RUNS = "tests.integrations.accelerate_runs"
@@ -13,3 +30,132 @@ def test_accelerate_with_a_bad_learning_rate_gets_the_loss_of_a_good_one() -> No
     loss, _ = launch(f"{RUNS}:three_ways", num_steps=300)
     assert loss["bad"] > 2.0
     assert loss["hdet"] <= 1.05 * loss["good"]
+
+
+@pytest.fixture(scope="module")
+def accumulated() -> list[dict[str, Any]]:
+    return launch(f"{RUNS}:accumulates", num_steps=300)
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", ACCUMULATES)
+def test_accelerate_clock_counts_optimizer_steps(accumulated: list[dict[str, Any]]) -> None:
+    for found in accumulated:
+        assert found["clock"] == found["updates"] == 300
+        assert found["batches"] == 587  # each of 13 epochs ends with a step of one batch
+        assert found["loss"] < 0.2
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", CLIPS)
+def test_accelerate_clips_gradients_also_in_the_scout(accumulated: list[dict[str, Any]]) -> None:
+    for found in accumulated:
+        assert 0.4 < found["norm"] < 0.5 + 1e-4
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", LOGS)
+def test_accelerate_logs_the_learning_rates_of_all_replicas(
+    accumulated: list[dict[str, Any]],
+) -> None:
+    logged = accumulated[0]["logged"]
+    assert len(logged) == 300
+    for replica, found in enumerate(accumulated):
+        mine = [values[f"hdet/lr/group0/replica{replica}"] for values in logged]
+        assert mine == found["rates"]
+    assert logged[-1]["hdet/lr/group0"] == accumulated[0]["rates"][-1]
+
+
+@pytest.mark.integrations
+def test_accelerate_observes_the_loss_of_every_micro_batch() -> None:
+    found = launch(f"{RUNS}:observes")
+    cycles = found[0]["recorded"]
+    assert len(cycles) == 2
+    for replica, own in enumerate(one["own"] for one in found):
+        assert [losses[replica] for losses in cycles] == pytest.approx(own, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("accelerate")
+    return launch(f"{RUNS}:resumes", folder=str(folder))
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", EVALUATES)
+def test_accelerate_evaluates_the_consensus_in_mid_cycle(resumed: list[dict[str, Any]]) -> None:
+    assert resumed[0]["mid-cycle"] != resumed[1]["mid-cycle"]
+    assert resumed[0]["consensus"] == resumed[1]["consensus"] == resumed[0]["saved"]
+    assert [one["after consensus"] for one in resumed] == [one["mid-cycle"] for one in resumed]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", RESUMES_SCOUT)
+def test_accelerate_resumes_in_mid_scout_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
+    for found in resumed:
+        assert found["scouting"]
+        assert found["still scouting"]
+        assert found["end from scout"] == found["end"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", RESUMES)
+def test_accelerate_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
+    for found in resumed:
+        assert found["clock"] == 210
+        assert found["end from cycle"] == found["end"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", FP16)
+def test_accelerate_loss_scale_is_equal_after_steps_that_one_process_skips() -> None:
+    one, other = launch(f"{RUNS}:scales", num_steps=300)
+    for found in (one, other):
+        assert found["clock"] == 300
+        assert found["updates"] < 300
+        assert found["loss"] < 0.2
+    assert one["updates"] != other["updates"]
+    assert one["scale"] == other["scale"]
+    assert one["digest"] == other["digest"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", HOLDS_OUT)
+def test_accelerate_scout_compares_replicas_on_batches_of_the_loop() -> None:
+    found, _ = launch(f"{RUNS}:holds_out", num_steps=300)
+    assert set(found["by"]) == {"held out"}
+    assert found["loss"] < 0.2
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", "a scheduler inside `accelerator.prepare`" + REFUSED)
+def test_accelerate_schedulers_and_models_at_the_wrong_place_are_refused() -> None:
+    for stepped, wrapped, bare in launch(f"{RUNS}:refuses"):
+        assert stepped.startswith("AttributeError: a scheduler of hdet has no `_step_count`.")
+        assert "Leave the scheduler out of `accelerator.prepare`" in stepped
+        assert wrapped.startswith("TypeError: `base` must be a schedule that Accelerate has not")
+        assert bare.startswith("ValueError: `model` must be the one that `accelerator.prepare`")
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", LORA)
+def test_accelerate_with_lora_gets_a_learning_rate_that_trains() -> None:
+    loss, _ = launch(f"{RUNS}:trains_lora", num_steps=300)
+    assert loss["hdet"] < 0.3 < 2.0 < loss["bad"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", FSDP2)
+def test_accelerate_resumes_replicas_of_two_shards_in_mid_scout(tmp_path: Path) -> None:
+    for found in launch(f"{RUNS}:shards", 4, folder=str(tmp_path)):
+        assert found["scouting"]
+        assert found["loss"] < 0.2
+        assert found["end from scout"] == found["end"]
+        assert "FSDP2 must keep several replicas of the model" in found["one replica"]
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Accelerate", STACKED)
+def test_accelerate_trains_several_replicas_on_one_device() -> None:
+    (found,) = launch(f"{RUNS}:stacks", 1, num_steps=300)
+    assert found["loss"] < 0.2
