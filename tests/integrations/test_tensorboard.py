@@ -1,6 +1,7 @@
 """What TensorBoard stores of a run."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from hdet.integrations.tensorboard import TensorBoardSink
 from hdet.records.codec import as_line
 from hdet.records.events import NoteEvent, ResumeEvent
 from tests.integrations.features import RECORDS
+from tests.integrations.launch import ROOT, launch
 from tests.integrations.tracked import Events, Points, differing, train
+from tests.processes import run_program
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -68,6 +71,26 @@ def test_tensorboard_hides_steps_that_a_resume_superseded(
     sink.write(as_line(note(25)))
     sink.close()
     assert points(read(tmp_path))["hdet/note/loss"] == [(10, 11.0), (20, 21.0), (25, 26.0)]
+
+
+@pytest.mark.integrations
+def test_first_process_alone_writes_the_numbers_of_all_replicas(tmp_path: Path) -> None:
+    made = launch("tests.integrations.tracker_runs:ddp", folder=str(tmp_path))
+    assert made == [True, False]
+    stored = points(read(tmp_path / "0"))
+    assert stored["hdet/scout/factor"][0][1] > 30
+    lrs = [[lr for _, lr in stored[f"hdet/lr/group0/replica{replica}"]] for replica in (0, 1)]
+    assert len(lrs[0]) == len(lrs[1]) >= 10
+    assert (tmp_path / "0/hdet/report.html").exists()
+
+
+@pytest.mark.integrations
+def test_script_of_the_page_logs_to_tensorboard(tmp_path: Path) -> None:
+    script = str(ROOT / "examples/trackers.py")
+    done = run_program(sys.executable, script, "tensorboard", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.startswith("hdet: scout chose")
+    assert points(read(tmp_path / "runs/trackers"))["hdet/note/test_loss"][0][1] < 0.5
 
 
 @pytest.mark.filterwarnings("ignore:the scout:UserWarning")
