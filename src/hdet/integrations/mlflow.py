@@ -15,7 +15,7 @@ with extra("trackers"):
 class MlflowSink(TrackerSink):
     """Logs metrics, and stores texts and the report as artifacts in the folder `hdet`.
 
-    A tag such as `hdet.guard` has the last text of its kind; `events.txt` has all texts.
+    A tag has the last text of its kind of event; `events.txt` has all texts.
 
     Args:
         run_id: The run to log to. By default it is the one that is active at the first event, such
