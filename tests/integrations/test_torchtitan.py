@@ -124,8 +124,7 @@ def test_log_has_learning_rates_of_all_replicas_and_no_loss_of_the_scout(
 def test_replicas_of_two_shards_each_find_a_learning_rate(tmp_path: Path) -> None:
     results = train(tmp_path, {"replicate": 2, "shard": 2, "steps": 200}, num=4)
     assert results[0][0]["found"] > 30 * BAD_LR
-    digests = [runs[0]["digest"] for runs in results]
-    assert digests[:2] == digests[2:] and digests[0] != digests[1]
+    assert len({runs[0]["digest"] for runs in results}) == 1
 
 
 # What is refused --------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from torchtitan.components.validate import BaseValidator, Validator  # noqa: E40
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division  # noqa: E402
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
@@ -95,11 +96,16 @@ class Digits(BaseModel):
                 parameter.copy_(made)
 
 
-def parallelize(model: Any, *, parallel_dims: Any, **_: Any) -> Any:
+def parallelize(model: Any, *, parallel_dims: Any, parallelism: Any, **_: Any) -> Any:
     """Wrap a model as torchtitan wraps its own."""
-    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    fully_shard(model, mesh=parallel_dims.get_mesh(names))
+    if parallelism.spmd_backend == "partial_dtensor":
+        mesh, dims = parallel_dims.get_mesh(["dp_replicate", "fsdp"]), None
+    else:
+        model.parallelize(parallel_dims)
+        mesh, dims = resolve_fsdp_mesh(parallel_dims)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     disable_fsdp_gradient_division(model)
+    model.set_force_sum_reduction_for_comms(True)  # gloo can only sum
     return model
 
 
@@ -194,6 +200,7 @@ def config_of(
     save_every: int | None = None,
     validate_at: int | None = None,
     cuda_graphs: bool = False,
+    backend: str = "partial_dtensor",
 ) -> Any:
     """Return a config of torchtitan's trainer, as functions of a config registry do."""
     validator = Validator.Config() if validate_at is None else Digest.Config(freq=validate_at)
@@ -218,7 +225,7 @@ def config_of(
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=replicate,
             data_parallel_shard_degree=shard,
-            spmd_backend="partial_dtensor",
+            spmd_backend=backend,
         ),
         checkpoint=CheckpointManager.Config(
             enable=save_every is not None,

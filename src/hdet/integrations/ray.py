@@ -34,8 +34,7 @@ if not hasattr(train, "UserCallback"):
 class HDETRun:
     """The run of hdet in a worker of Ray Train.
 
-    Make it on all workers, after `ray.train.torch.prepare_model`. Then call `resume()`, and
-    `scheduler.step(loss)` in place of the step of the schedule.
+    Make it on all workers, after `prepare_model`. Then call `resume()`, and `scheduler.step(loss)`.
 
     Args:
         base: The schedule to wrap, as for `hdet.HDET`.
@@ -147,4 +146,5 @@ class ReplicaTable(train.UserCallback):
     ) -> None:
         """Write which workers failed."""
         for rank, error in sorted(worker_exceptions.items()):
-            self._write(f"worker {rank} failed: {str(error) or type(error).__name__}")
+            about = str(error).strip() or type(error).__name__
+            self._write(f"worker {rank} failed: {about.splitlines()[0]}")
