@@ -63,7 +63,8 @@ class Training:
             self.scheduler = prepare_hdet(self.accelerator, base, self.model, **options)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in parameters if p.grad is not None]
         self.num_updates += 1
         self.highest_norm = max(self.highest_norm, nn.utils.get_total_norm(grads).item())
 
@@ -332,21 +333,23 @@ def shards_digest(training: Training) -> str:
 
 
 def shards(folder: str) -> dict[str, Any]:
-    """Train two replicas of two shards each; save in mid-scout, and go on from there."""
+    """Train two replicas of two shards each; save in mid-cycle, and go on from there."""
     shard(replicas=2)
     first = Training(digits.BAD_LR, END, **EXPLORING)
-    first.run(IN_SCOUT)
-    found: dict[str, Any] = {"scouting": first.scheduler.is_scouting}
+    first.run(IN_CYCLE)
+    found: dict[str, Any] = {"mid-cycle": shards_digest(first)}
     first.save(folder)
+    found["saved"] = shards_digest(first)
     first.run()
     first.scheduler.converge()
     found["end"], found["loss"] = shards_digest(first), sum(first.losses[-20:]) / 20
 
     second = Training(digits.BAD_LR, END, **EXPLORING)
-    second.load(folder, IN_SCOUT)
+    second.load(folder, IN_CYCLE)
+    found["loaded"] = shards_digest(second)
     second.run()
     second.scheduler.converge()
-    found["end from scout"] = shards_digest(second)
+    found["end again"] = shards_digest(second)
 
     shard(replicas=1)
     try:
@@ -358,6 +361,7 @@ def shards(folder: str) -> dict[str, Any]:
 
 def stacks(num_steps: int) -> dict[str, Any]:
     """Train four replicas on one device, at a bad learning rate."""
+    os.environ.pop("LOCAL_RANK")  # of torchrun, which a script of one process is not started with
     accelerator = Accelerator(cpu=True)
     x, y = digits.tensors()
     trained = TensorDataset(x[: digits.NUM_TRAINED], y[: digits.NUM_TRAINED])

@@ -146,11 +146,16 @@ def test_accelerate_with_lora_gets_a_learning_rate_that_trains() -> None:
 
 @pytest.mark.integrations
 @pytest.mark.works("Accelerate", FSDP2)
-def test_accelerate_resumes_replicas_of_two_shards_in_mid_scout(tmp_path: Path) -> None:
-    for found in launch(f"{RUNS}:shards", 4, folder=str(tmp_path)):
-        assert found["scouting"]
+def test_accelerate_resumes_replicas_of_two_shards_in_mid_cycle(tmp_path: Path) -> None:
+    ranks = launch(f"{RUNS}:shards", 4, folder=str(tmp_path))
+    for shard in range(2):
+        one, other = ranks[shard], ranks[2 + shard]
+        assert one["mid-cycle"] != other["mid-cycle"]
+        assert one["saved"] == other["saved"]
+    for found in ranks:
         assert found["loss"] < 0.2
-        assert found["end from scout"] == found["end"]
+        assert found["loaded"] == found["saved"]
+        assert found["end again"] == found["end"]
         assert "FSDP2 must keep several replicas of the model" in found["one replica"]
 
 
