@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from hdet.integrations._extras import extra
 from hdet.integrations.tracking import scalars_now, scalars_of
 from hdet.records.sinks import check_record
-from hdet.replicas.process import ProcessReplicas
 from hdet.replicas.stacked.replicas import StackedReplicas
 from hdet.scheduler.hdet import HDET
 
@@ -70,6 +69,12 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
             "one replica only. Start one process for each GPU: torchrun --nproc-per-node "
             f"{trainer.args.n_gpu} ..."
         )
+    if trainer.args.fsdp or trainer.is_fsdp_enabled:
+        raise ValueError(
+            "hdet does not work with `fsdp` inside a trainer of Hugging Face, which does not tell "
+            "it how the processes divide the weights. Train with DDP, or use FSDP2 in your own "
+            "loop with hdet.ProcessReplicas."
+        )
     if trainer.is_deepspeed_enabled:
         raise ValueError(
             "hdet does not work with DeepSpeed inside a trainer of Hugging Face, where DeepSpeed "
@@ -81,9 +86,6 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
 def start_run(trainer: Any, waiting: WaitingSchedule, numbers: LatestNumbers) -> HDET:
     """Make the scheduler of a trainer that has wrapped its model and loaded its checkpoint."""
     options = {"total_steps": waiting.num_steps, "scaler": trainer.accelerator.scaler}
-    mesh = trainer.accelerator.torch_device_mesh
-    if mesh is not None and "dp_replicate" in (mesh.mesh_dim_names or ()):
-        options["replicas"] = ProcessReplicas(mesh["dp_replicate"])
     options |= trainer.hdet_options
     options["record"] = (*check_record(options.get("record")), numbers)
     scheduler = HDET(waiting.base, model=trainer.model_wrapped, **options)

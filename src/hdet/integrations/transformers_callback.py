@@ -17,8 +17,9 @@ from hdet.scheduler.hdet import HDET
 class HDETCallback(RunEvents):
     """Lets a trainer that cannot be subclassed explore learning rates, with a guard.
 
-    Make the optimizer and `hdet.HDET(base, scout=None, ...)` yourself, with the length of the run.
-    Give both to the trainer as `optimizers=(optimizer, scheduler)`, beside this callback.
+    Make `TrainingArguments` first, since they connect the processes. Then make the optimizer and
+    `hdet.HDET(base, scout=None, ...)`, with the length of the run. Give both to the trainer as
+    `optimizers=(optimizer, scheduler)`, beside this callback.
 
     - It gives hdet the loss that the model returns in training.
     - It makes the replicas one model before each evaluation and each save, and at the end. This
@@ -46,7 +47,8 @@ class HDETCallback(RunEvents):
 
         Raises:
             TypeError: If the schedule of the trainer is not `hdet.HDET`.
-            ValueError: If the scheduler has a scout, or the trainer saves the best model.
+            ValueError: If the scheduler has a scout or was made too early, or if the trainer saves
+                the best model.
         """
         scheduler = said["lr_scheduler"]
         if not isinstance(scheduler, HDET):
@@ -54,6 +56,12 @@ class HDETCallback(RunEvents):
                 "`HDETCallback` needs hdet.HDET as the schedule of the trainer, got "
                 f"{type(scheduler).__name__}. Pass optimizers=(optimizer, hdet.HDET(base, "
                 "scout=None)), or use HDETTrainer."
+            )
+        if args.world_size > len(scheduler.get_replica_lrs()):
+            raise ValueError(
+                f"`HDETCallback` needs a replica in each of the {args.world_size} processes, got a "
+                "scheduler that was made before they were connected. Make TrainingArguments "
+                "before hdet.HDET."
             )
         if scheduler.is_scouting:
             raise ValueError(
