@@ -1,6 +1,7 @@
 """Runs with Lightning's Trainer, in the processes of a launch."""
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -24,6 +26,7 @@ import hdet
 from hdet.integrations.lightning import HDETCallback
 from tests.integrations import digits
 
+PAGE = Path(__file__).parents[2] / "docs/how-to/lightning.md"
 BATCH = 16
 NUM_BATCHES = 45
 """Batches of an epoch, for each of two processes."""
@@ -388,3 +391,35 @@ def misused() -> list[str]:
         for one in seen
         if "hdet" in str(one.message) or "scout" in str(one.message)
     ]
+
+
+def fabric_block() -> str:
+    """The code of the page for Fabric."""
+    found = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [code for code in found if "fabric.launch()" in code]
+    return block
+
+
+def fabric(folder: str, epochs: int) -> dict[str, Any]:
+    """Run what the page shows, and load what it has saved."""
+    os.chdir(folder)
+    names: dict[str, Any] = {
+        "torch": torch,
+        "F": nn.functional,
+        "hdet": hdet,
+        "Fabric": Fabric,
+        "OneCycleLR": OneCycleLR,
+        "model": digits.network(),
+        "batches": [batch for _ in range(epochs) for batch in Batches()],
+    }
+    exec(fabric_block(), names)
+    saved = torch.load("fabric.ckpt", weights_only=True)
+    alone = digits.network()
+    alone.load_state_dict(saved["model"])
+    return {
+        "found": names["scheduler"].found_lr,
+        "loss": digits.held_out_loss(names["model"]),
+        "digest": digits.digest(alone),
+        "trained": digits.digest(names["model"]),
+        "clock": saved["scheduler"]["step"],
+    }

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_logs_have_the_learning_rates_of_consensus_and_replicas(validated: dict[
     assert sorted(given) == list(range(70))
     assert given == {step: own[step] for step in given}  # LearningRateMonitor reads the first rank
     for step in given:
-        assert centre[step] == pytest.approx((own[step] + other[step]) / 2)
+        assert centre[step] == pytest.approx(math.sqrt(own[step] * other[step]))
         assert own[step] != other[step]
     assert column(rows, "hdet/loss/replica1").keys() == {20, 40, 60, 70}
 
@@ -233,6 +234,21 @@ def test_sharded_run_finds_its_learning_rate_and_resumes_bit_for_bit(tmp_path: P
     assert ranks[0] == ranks[1]
     assert ranks[0]["resumed"] == ranks[0]["whole"]
     assert ranks[0]["whole"]["loss"] < 0.2
+
+
+# Fabric ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integrations
+def test_loop_of_the_page_for_fabric_finds_its_learning_rate_and_saves_one_model(
+    tmp_path: Path,
+) -> None:
+    first, second = launch(f"{RUNS}:fabric", folder=str(tmp_path), epochs=8)
+    assert first == second
+    assert first["digest"] == first["trained"]
+    assert first["clock"] == 8 * 45
+    assert first["found"] > 10 * 1e-3
+    assert first["loss"] < 0.3
 
 
 # One process -------------------------------------------------------------------------------------
@@ -331,22 +347,20 @@ def plateau(optimizer: Any) -> Any:
     return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_loss"}
 
 
-REFUSALS = {
-    "manual": (Manual, {}, "manual optimization, as for several optimizers"),
-    "frequency": (lambda: scheduled(interval="step", frequency=3), {}, "must be 1, got 3"),
-    "interval": (with_schedule(one_cycle), {}, 'counts steps. Return {"scheduler": schedule, "int'),
-    "plateau": (with_schedule(plateau), {}, "ReduceLROnPlateau waits for a metric"),
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "manual": (Manual, "manual optimization, as for several optimizers"),
+    "frequency": (lambda: scheduled(interval="step", frequency=3), "must be 1, got 3"),
+    "interval": (with_schedule(one_cycle), 'counts steps. Return {"scheduler": schedule, "int'),
+    "plateau": (with_schedule(plateau), "ReduceLROnPlateau waits for a metric"),
     "hdet": (
         with_schedule(lambda optimizer: hdet.HDET(StepLR(optimizer, 1), **OFF)),
-        {},
         "`configure_optimizers` returned an HDET",
     ),
     "two schedules": (
         lambda: Scheduled(lambda o: ([o], [StepLR(o, 1), ConstantLR(o)])),
-        {},
         "it needs one schedule, got 2",
     ),
-    "own step": (lambda: Stepping(lambda o: ([o], [StepLR(o, 1)])), {}, "`lr_scheduler_step`"),
+    "own step": (lambda: Stepping(lambda o: ([o], [StepLR(o, 1)])), "`lr_scheduler_step`"),
 }
 
 
@@ -354,9 +368,9 @@ REFUSALS = {
 @pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using 'interval'")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_work_is_refused_with_what_to_write(name: str) -> None:
-    module, options, message = REFUSALS[name]
+    module, message = REFUSALS[name]
     with pytest.raises(ValueError, match="HDETCallback cannot be used here") as refused:
-        fit(module(), HDETCallback(**options))
+        fit(module(), HDETCallback())
     assert message in str(refused.value)
 
 
