@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,12 +65,19 @@ DAMAGES = [
     (put("held", [0.1, 0.1]), "a list of 1 values as `held`"),
     (put("noise", [0.0]), "a list of 2 values as `noise`"),
     (put("base_step", None), "an integer of at least 0 as `base_step`, got None"),
+    (put("base_step", 13), "an integer of at most 12 as `base_step`, got 13"),
+    (put("base_step", 10**30), "an integer of at most 10+ as `base_step`"),
+    (put("cycle", 10**30), "an integer of at most 10+ as `cycle`"),
+    (put("base", "momenta", "x"), "a list as `base.momenta`, got 'x'"),
+    (put("hdet", torch.ones(2)), "must have version 2, got tensor"),
     (put("found_lr", -1.0), "a finite number above 0 as `found_lr`, got -1.0"),
     (put("knobs", 3), "a list as `knobs`, got 3"),
     (put("knobs", []), "must hold the knobs"),
     (put("knobs", 0, "scale", math.nan), r"a finite number above 0 as `knobs\[0\].scale`, got nan"),
     (put("knobs", 0, "scale", -1.0), r"a finite number above 0 as `knobs\[0\].scale`, got -1.0"),
     (put("knobs", 0, "scale", "1"), r"a number as `knobs\[0\].scale`, got '1'"),
+    (put("knobs", 0, "scale", 1e300), r"a number of at most 3e\+06 as `knobs\[0\].scale`"),
+    (put("knobs", 0, "scale", 1e6), None),  # a learning rate of 1e4
     (put("knobs", 0, "felt", None), r"a list as `knobs\[0\].felt`, got None"),
     (put("guard", "best", [math.nan, 0.1]), r"a finite number as `guard.best\[0\]`, got nan"),
     (put("guard", "rollbacks", "x"), "an integer of at least 0 as `guard.rollbacks`, got 'x'"),
@@ -151,22 +159,108 @@ def test_sound_state_of_every_schedule_is_taken(name: str) -> None:
     again.scheduler.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:the state is saved in the middle of a cycle")
-def test_sound_states_of_a_search_are_taken() -> None:
-    options = {"scout": hdet.Scout(share=0.5), "preset": "best", "guard": None}
-    run = started(cosine, **options)
+OPTIONS = {"scout": hdet.Scout(share=0.5), "preset": "best", "guard": None}
+MID_CYCLE = "ignore:the state is saved in the middle of a cycle"
+
+
+@pytest.fixture(scope="module")
+def searching() -> dict[str, Any]:
+    """The last state of a search, with tensors of held-out batches."""
+    run = started(cosine, **OPTIONS)
     for _ in range(20):
         run.step()
         if run.scheduler.is_scouting:
-            state = copy.deepcopy(run.scheduler.state_dict())  # with tensors of held-out batches
-            again = started(cosine, **options)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="the state is saved in the middle")
+                state: dict[str, Any] = copy.deepcopy(run.scheduler.state_dict())
+    assert state["search"]["points"] and state["search"]["held_out"]["calls"]
+    return state
+
+
+SEARCH_DAMAGES = [
+    (put("used", -1), "an integer of at least 0 as `search.used`, got -1"),
+    *((without(key), f"got one without 'search.{key}'") for key in ("first", "round", "ways")),
+    *((without(key), f"got one without 'search.{key}'") for key in ("points", "start_scores")),
+    (put("grid", []), r"a list of 2 values as `search.grid`, got \[\]"),
+    (put("grid", 0, "x"), r"a number as `search.grid\[0\]`, got 'x'"),
+    (put("grid", 1, torch.ones(2)), r"an integer of at least 1 as `search.grid\[1\]`"),
+    (put("grid", 1, 10**400), r"an integer of at most 1000000 as `search.grid\[1\]`"),
+    (put("grid", 2, math.inf), r"a finite number of at least -300 as `search.grid\[2\]`, got inf"),
+    (put("round", 10**6), "an integer of at most 3 as `search.round`, got 1000000"),
+    (put("first", 10**6), "an integer of at most 18 as `search.first`, got 1000000"),
+    (put("ways", [1.5]), r"an integer of at least -1 as `search.ways\[0\]`, got 1.5"),
+    (put("points", []), "an entry for each learning rate that was tried as `search.points`"),
+    (put("points", 0, 0, 24), r"an integer of at most 23 as `search.points\[0\]\[0\]`, got 24"),
+    (put("points", 0, 1, "x"), r"a number as `search.points\[0\]\[1\]`, got 'x'"),
+    (put("points", 0, 3, None), r"a number as `search.points\[0\]\[3\]`, got None"),
+    (put("points", 0, [0, 0.1]), r"a list of 3 values as `search.points\[0\]`, got \[0, 0.1\]"),
+    (put("points", 0, [0] * 6), r"a list of 5 values as `search.points\[0\]`"),
+    (put("start_scores", [math.nan]), r"a finite number as `search.start_scores\[0\]`, got nan"),
+    (put("by", 3), "a text as `search.by`, got 3"),
+    (put("late", {"scout": {"share": 2}, "total_steps": 60}), "the options of a Scout"),
+    (put("held_out", "left", -1), "an integer of at least 0 as `search.held_out.left`, got -1"),
+    (put("held_out", {"calls": []}), "got one without 'search.held_out.left'"),
+    (put("held_out", "calls", 0, [3]), r"a dict as `search.held_out.calls\[0\]\[0\]`, got 3"),
+    (put("held_out", "calls", 0, 0, {}), r"without 'search.held_out.calls\[0\]\[0\].parts'"),
+    (
+        put("held_out", "calls", 0, 0, "parts", "x"),
+        r"a list as `search.held_out.calls\[0\]\[0\].pa",
+    ),
+    (put("held_out", "calls", 0, 0, "losses", 1.0), "a tensor of losses as `search.held_out.calls"),
+    (put("held_out", "calls", 0, 0, "autocast", "x"), "a dtype of torch as `search.held_out.calls"),
+    (put("held_out", "calls", 0, 0, "training", [1]), "True or False as `search.held_out.calls"),
+    (put("held_out", {"batches": [[3]]}), r"a list as `search.held_out.batches\[0\]\[0\]`, got 3"),
+]
+
+
+@pytest.mark.filterwarnings(MID_CYCLE)
+@pytest.mark.parametrize(("damage", "why"), SEARCH_DAMAGES)
+def test_damaged_search_is_refused_and_nothing_changes(
+    damage: Any, why: str, searching: dict[str, Any]
+) -> None:
+    state = copy.deepcopy(searching)
+    damage(state["search"])
+    run = started(cosine, **OPTIONS)
+    with pytest.raises(ValueError, match=why):
+        run.scheduler.load_state_dict(state)
+    assert run.scheduler.last_epoch == 0
+    run.step()
+    run.scheduler.load_state_dict(searching)
+    assert run.scheduler.last_epoch == searching["step"]
+
+
+@pytest.mark.filterwarnings(MID_CYCLE)
+def test_search_of_hdet_0_1_starts_anew_after_the_steps_that_it_has_taken(
+    searching: dict[str, Any],
+) -> None:
+    """Its grid has two entries, and its rounds are others."""
+    state = {**searching, "search": {"grid": [4.0, 2], "used": 4, "points": "unknown"}}
+    run = started(cosine, **OPTIONS)
+    run.scheduler.load_state_dict(state)
+    assert run.scheduler.is_scouting
+    assert run.scheduler.state_dict()["search"]["round"] == 0
+
+
+@pytest.mark.filterwarnings(MID_CYCLE)
+def test_held_out_batches_of_other_losses_are_left_out(searching: dict[str, Any]) -> None:
+    state = copy.deepcopy(searching)
+    for calls in state["search"]["held_out"]["calls"]:
+        calls[0]["parts"].append(torch.ones(2))
+    run = started(cosine, **OPTIONS)
+    run.scheduler.load_state_dict(state)
+    with pytest.warns(UserWarning, match="batches of the checkpoint do not fit this loop"):
+        for _ in range(12):
+            run.step()
+    assert not run.scheduler.is_scouting
+
+
+@pytest.mark.filterwarnings(MID_CYCLE)
+def test_sound_states_of_a_search_are_taken() -> None:
+    run = started(cosine, **OPTIONS)
+    for _ in range(20):
+        run.step()
+        if run.scheduler.is_scouting:
+            state = copy.deepcopy(run.scheduler.state_dict())
+            again = started(cosine, **OPTIONS)
             again.scheduler.load_state_dict(state)
             assert again.scheduler.last_epoch == run.scheduler.last_epoch
-    fields = {"used": -1, "points": [[0, "x", 1.0]], "ways": [1.5], "held_out": {"left": -1}}
-    for field, value in fields.items():
-        damaged = {**state, "search": {**state["search"], field: value}}
-        with pytest.raises(ValueError, match=f"`search.{field}"):
-            again.scheduler.load_state_dict(damaged)
-    late = {"late": {"scout": {"share": 2}, "total_steps": 60}}
-    with pytest.raises(ValueError, match="the options of a Scout"):
-        again.scheduler.load_state_dict({**state, "search": {**state["search"], **late}})

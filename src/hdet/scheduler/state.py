@@ -6,12 +6,15 @@ from typing import Any
 from hdet.control.knob_state import KnobInfo
 from hdet.scheduler.base_schedule import BaseSchedule
 from hdet.scheduler.joined_schedule import JoinedSchedule
+from hdet.scheduler.search_state import rule_of_search
 from hdet.scheduler.settings import Settings
 from hdet.scheduler.state_rules import (
     Rule,
     entries,
     integer,
     list_of,
+    number,
+    optional,
     row,
     rule_of_schedule,
     rule_of_state,
@@ -73,7 +76,7 @@ def check(
     Raises:
         ValueError: If the run cannot continue from the state.
     """
-    if state["hdet"] != VERSION:
+    if not isinstance(state["hdet"], int) or state["hdet"] != VERSION:
         raise ValueError(f"`state_dict` must have version {VERSION}, got {state['hdet']!r}.")
     FRAME("", state)
     if state["base"]["kind"] != base.kind:
@@ -83,7 +86,7 @@ def check(
     names, own = [knob["name"] for knob in state["knobs"]], [knob.name for knob in knobs]
     if names != own:
         raise ValueError(f"`state_dict` must hold the knobs {own}, got {names}.")
-    rule_of_state(_rule_of_base(base), knobs, len(base.lrs))("", state)
+    rule_of_state(_rule_of_base(base), rule_of_search, knobs, base.peaks)("", state)
     total = settings.total_steps
     if settings.on_overrun == "raise" and total is not None and state["step"] > total:
         raise ValueError(
@@ -94,4 +97,7 @@ def check(
 def _rule_of_base(base: BaseSchedule) -> Rule:
     if isinstance(base, JoinedSchedule):
         return entries({"members": row(*map(_rule_of_base, base.members))})
-    return entries({"schedule": rule_of_schedule(base.schedule.state_dict(), len(base.lrs))})
+    num = len(base.lrs)
+    momenta = optional(list_of(optional(number()), num))
+    schedule = rule_of_schedule(base.schedule.state_dict(), num)
+    return entries({"schedule": schedule}, {"momenta": momenta})

@@ -11,12 +11,15 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.control.knob_state import KnobInfo
-from hdet.lr_search.scout import Scout
+from hdet.lr_search.constants import MAX_LR
 
 Rule = Callable[[str, Any], None]
+MAX_COUNT = 10**15
+"""No run makes so many steps, and a float holds every integer up to it."""
 
 
-def _refuse(name: str, rule: str, value: Any) -> None:
+def refuse(name: str, rule: str, value: Any) -> None:
+    """Raise the error of a field that breaks a rule."""
     shown = repr(value)
     if len(shown) > 80:
         shown = f"{shown[:80]}..."
@@ -30,47 +33,51 @@ def anything(name: str, value: Any) -> None:
 def flag(name: str, value: Any) -> None:
     """True or False."""
     if not isinstance(value, bool):
-        _refuse(name, "True or False", value)
+        refuse(name, "True or False", value)
 
 
 def text(name: str, value: Any) -> None:
     """A string."""
     if not isinstance(value, str):
-        _refuse(name, "a text", value)
+        refuse(name, "a text", value)
 
 
 def evidence(name: str, value: Any) -> None:
     """A number that was measured, so that it may be infinite or NaN."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        _refuse(name, "a number", value)
+        refuse(name, "a number", value)
 
 
 def level(name: str, value: Any) -> None:
     """A number that may be infinite."""
     evidence(name, value)
     if math.isnan(value):
-        _refuse(name, "a number", value)
+        refuse(name, "a number", value)
 
 
-def number(*, least: float = -math.inf, above: float = -math.inf) -> Rule:
+def number(*, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Rule:
     """A finite number."""
 
     def rule(name: str, value: Any) -> None:
         evidence(name, value)
+        if most < value < math.inf:
+            refuse(name, f"a number of at most {most:g}", value)
         if not (math.isfinite(value) and value >= least and value > above):
             bound = f" of at least {least:g}" if least > -math.inf else ""
             bound = f" above {above:g}" if above > -math.inf else bound
-            _refuse(name, f"a finite number{bound}", value)
+            refuse(name, f"a finite number{bound}", value)
 
     return rule
 
 
-def integer(least: int) -> Rule:
-    """An integer."""
+def integer(least: int, most: int = MAX_COUNT) -> Rule:
+    """An integer between two bounds."""
 
     def rule(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            _refuse(name, f"an integer of at least {least}", value)
+            refuse(name, f"an integer of at least {least}", value)
+        if value > most:
+            refuse(name, f"an integer of at most {most}", value)
 
     return rule
 
@@ -85,9 +92,9 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, list | tuple):
-            _refuse(name, "a list", value)
+            refuse(name, "a list", value)
         if length is not None and len(value) != length:
-            _refuse(name, f"a list of {length} values", value)
+            refuse(name, f"a list of {length} values", value)
         for place, entry in enumerate(value):
             rule(f"{name}[{place}]", entry)
 
@@ -111,7 +118,7 @@ def entries(required: Mapping[str, Rule], maybe: Mapping[str, Rule] | None = Non
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, Mapping):
-            _refuse(name, "a dict", value)
+            refuse(name, "a dict", value)
         start = f"{name}." if name else ""
         for key in required:
             if key not in value:
@@ -151,31 +158,16 @@ def like(own: Any) -> Rule:
 
 def _like_mapping(own: Mapping[Any, Any], name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        _refuse(name, "a dict", value)
+        refuse(name, "a dict", value)
     for key, entry in value.items():
         if key == "optimizer" or callable(getattr(LRScheduler, str(key), None)):
-            _refuse(name, f"no entry {key!r}", entry)
+            refuse(name, f"no entry {key!r}", entry)
         like(own.get(key))(f"{name}.{key}", entry)
-
-
-def _scout(name: str, value: Any) -> None:
-    """The options of a search in mid-run."""
-    entries({})(name, value)
-    try:
-        Scout(**value)
-    except (TypeError, ValueError):
-        _refuse(name, "the options of a Scout", value)
 
 
 def _guard(name: str, value: Any) -> None:
     entries({})(name, value)
     (_OLD_GUARD if "good" in value else _GUARD)(name, value)
-
-
-def _point(name: str, value: Any) -> None:
-    """A place, the learning rate there, and its score; the rest may be left out."""
-    list_of(anything)(name, value)
-    row(integer(-(10**6)), number(above=0), optional(number()))(name, value[:3])
 
 
 _SIZE, _COUNT = number(least=0), integer(0)
@@ -207,27 +199,21 @@ _OLD_GUARD = entries(
         "lowered": number(above=0),
     },
 )
-_BATCHES = list_of(list_of(anything))
-_SEARCH = entries(
-    {"grid": list_of(anything), "used": _COUNT},
-    {
-        "first": integer(-(10**6)),
-        "round": _COUNT,
-        "ways": list_of(integer(-1)),
-        "points": list_of(_point),
-        "start_scores": list_of(number()),
-        "late": optional(entries({"scout": _scout, "total_steps": optional(integer(0))})),
-        "unasked": flag,
-        "held_out": entries({}, {"left": _COUNT, "batches": _BATCHES, "calls": _BATCHES}),
-    },
-)
 
 
-def _knob(info: KnobInfo) -> Rule:
+def _scale(info: KnobInfo, peaks: Sequence[float]) -> Rule:
+    """The scale of a knob. That of a learning rate must leave it where a run can survive."""
+    if info.space.kind != "log":
+        return number()
+    known = [peaks[group] for group in info.groups if peaks[group] > 0]
+    return number(above=0, most=MAX_LR / min(1.0, *known)) if known else number(above=0)
+
+
+def _knob(info: KnobInfo, peaks: Sequence[float]) -> Rule:
     return entries(
         {
             "name": text,
-            "scale": number(above=0) if info.space.kind == "log" else number(),
+            "scale": _scale(info, peaks),
             "velocity": evidence,
             "decay": number(),
             "floor": number(),
@@ -241,22 +227,25 @@ def _knob(info: KnobInfo) -> Rule:
     )
 
 
-def rule_of_state(base: Rule, knobs: Sequence[KnobInfo], num_groups: int) -> Rule:
+def rule_of_state(
+    base: Rule, search: Rule, knobs: Sequence[KnobInfo], peaks: Sequence[float]
+) -> Rule:
     """The rule of a whole state.
 
     Args:
         base: The rule of the base schedule's state.
+        search: The rule of a search.
         knobs: The knobs of this run. Those of the state have their names already.
-        num_groups: The parameter groups of the optimizer.
+        peaks: The highest learning rate of each parameter group of the optimizer.
     """
-    rates = list_of(number(least=0), num_groups)
-    return entries(
+    rates = list_of(number(least=0), len(peaks))
+    fields = entries(
         {
             "step": _COUNT,
             "total_steps": optional(_COUNT),
             "sync_every": integer(1),
             "base": base,
-            "knobs": row(*map(_knob, knobs)),
+            "knobs": row(*(_knob(knob, peaks) for knob in knobs)),
             "cycle": _COUNT,
             "started": flag,
             "closed": flag,
@@ -269,9 +258,16 @@ def rule_of_state(base: Rule, knobs: Sequence[KnobInfo], num_groups: int) -> Rul
             "scouted": optional(row(_COUNT, _COUNT)),
             "found_lr": optional(number(above=0)),
             "guard": _guard,
-            "search": _SEARCH,
+            "search": search,
         },
     )
+
+    def check(name: str, value: Any) -> None:
+        fields(name, value)
+        if value.get("scouted") is None:  # a scout lets the schedule catch up
+            integer(0, value["step"])("base_step", value.get("base_step", 0))
+
+    return check
 
 
 def rule_of_schedule(own: Mapping[str, Any], num_groups: int) -> Rule:

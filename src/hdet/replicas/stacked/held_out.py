@@ -87,11 +87,15 @@ class RecordedBatches:
         return True
 
     def _complete_saved(self, calls: Sequence[RecordedCall]) -> None:
-        """Give the saved calls the functions of the first calls of this loop."""
+        """Give the saved calls the functions of the first calls of this loop.
+
+        Calls of another loop, or of another number of replicas, are left out.
+        """
         for saved in self._saved if calls else ():
             if len(saved) == len(calls):
-                pairs = zip(calls, saved, strict=True)
-                self._steps.append([_completed(call, one) for call, one in pairs])
+                pairs = list(zip(calls, saved, strict=True))
+                if all(_fits(call, one) for call, one in pairs):
+                    self._steps.append([_completed(call, one) for call, one in pairs])
         self._saved = [] if calls else self._saved
 
     @property
@@ -106,7 +110,12 @@ class RecordedBatches:
         Args:
             num: The largest number of parts to score.
             alike: All replicas have the same weights, so each of them scores another part.
+
+        Raises:
+            RuntimeError: No batch is left, since those of a checkpoint do not fit this loop.
         """
+        if not self._steps:
+            raise RuntimeError("the held-out batches of the checkpoint do not fit this loop")
         with self._forward.restored_random_state():
             table = self._divided_scores(num) if alike else self._scores(num)
         words = table.new_zeros(NUM_BATCH_WORDS)
@@ -166,6 +175,18 @@ def _saved_call(call: RecordedCall) -> SavedCall:
         "autocast": call.autocast_dtype,
         "training": list(call.training_flags),
     }
+
+
+def _fits(call: RecordedCall, saved: SavedCall) -> bool:
+    """Whether a saved call has losses and leaves like those of a call of the loop."""
+    own, theirs = tree_leaves(call.parts), saved["parts"]
+    return call.losses.shape == saved["losses"].shape and list(map(_kind, own)) == list(
+        map(_kind, theirs)
+    )
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _completed(call: RecordedCall, saved: SavedCall) -> RecordedCall:
