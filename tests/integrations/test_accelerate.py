@@ -134,7 +134,7 @@ def test_accelerate_schedulers_and_models_at_the_wrong_place_are_refused() -> No
         assert stepped.startswith("AttributeError: a scheduler of hdet has no `_step_count`.")
         assert "Leave the scheduler out of `accelerator.prepare`" in stepped
         assert wrapped.startswith("TypeError: `base` must be a schedule that Accelerate has not")
-        assert bare.startswith("ValueError: `model` must be the one that `accelerator.prepare`")
+        assert "one that `accelerator.prepare` has wrapped in DDP, got a Sequential" in bare
 
 
 @pytest.mark.integrations

@@ -1,7 +1,7 @@
 """hdet with Accelerate: a scheduler for the prepared model and optimizer.
 
-It uses no private name of Accelerate. With FSDP2 it replaces `accelerator.save_state` by a function
-that converges first: there, Accelerate calls its hooks after it has written the model.
+It uses no private name of Accelerate. With FSDP2, a function that converges first replaces
+`save_state`, because Accelerate calls its hooks there after it has written the model.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 from hdet.integrations._extras import extra
+from hdet.replicas.factory import local_replicas
 from hdet.replicas.process import ProcessReplicas
+from hdet.replicas.protocol import SingleReplica
 from hdet.scheduler.given_schedule import Base
 from hdet.scheduler.hdet import HDET
 
@@ -31,15 +33,11 @@ class AcceleratedHDET(HDET):
     def step(self, loss: Any = None) -> None:
         """Observe the loss of a micro-batch, and advance the run after an optimizer step.
 
-        Call it in every iteration, after `optimizer.step()` and inside
-        `accelerator.accumulate(model)`. An iteration that only accumulates gradients does not
-        advance the run.
+        Call it after every `optimizer.step()`, inside `accelerator.accumulate(model)`. It raises
+        what `hdet.HDET.step()` raises.
 
         Args:
             loss: The training loss, as for `observe()`. None adds no loss.
-
-        Raises:
-            Exception: As `hdet.HDET.step()`.
         """
         if loss is not None:
             self.observe(loss)
@@ -142,9 +140,9 @@ def _check_base(base: Any) -> None:
 
 
 def _check_prepared(accelerator: Accelerator, model: nn.Module) -> None:
-    needs_wrapper = accelerator.num_processes > 1 and not accelerator.is_fsdp2
-    if needs_wrapper and accelerator.unwrap_model(model) is model:
+    is_alone = local_replicas() is SingleReplica.local or accelerator.is_fsdp2
+    if not is_alone and accelerator.unwrap_model(model) is model:
         raise ValueError(
-            "`model` must be the one that `accelerator.prepare` returned, got a "
-            f"{type(model).__name__} without DDP. Prepare it first."
+            "`model` must be the one that `accelerator.prepare` has wrapped in DDP, got a "
+            f"{type(model).__name__}. On a machine without GPU, pass cpu=True to Accelerator."
         )
