@@ -46,7 +46,7 @@ def main() -> None:
     data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
     train, val = random_split(data, [1440, len(data) - 1440])
     best = ModelCheckpoint("runs/lightning", monitor="val_loss")
-    search = HDETCallback(scout=hdet.Scout(share=0.2))  # hdet: a short run needs a larger share
+    search = HDETCallback(hold_out=4, scout=hdet.Scout(share=0.2))  # hdet
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "max_epochs": 12}
     trainer = Trainer(accelerator="cpu", devices=2, callbacks=[best, search], **options)
     loaders = DataLoader(train, 16, shuffle=True), DataLoader(val, 64)
