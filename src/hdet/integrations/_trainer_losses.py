@@ -36,7 +36,7 @@ def mean_loss(trainer: Any, loss: Tensor, own: int | None, total: Any) -> tuple[
         The loss, and its weight. 0 for a micro-batch without labels that count.
     """
     may_average = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    is_scaled = trainer.loss_is_scaled_for_ga
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # missing before transformers 5.20
     if is_scaled is None:
         has_total = trainer.model_accepts_loss_kwargs and total is not None
         is_scaled = has_total or trainer.compute_loss_func is not None
