@@ -215,4 +215,11 @@ def refuses() -> list[str]:
             attach_hdet(engine, optimizer, total_steps=END)
         except ValueError as error:
             said.append(str(error))
+    training = Training(digits.GOOD_LR, END, scout=None)
+    x, y = training.batch(0)
+    training.engine.backward(nn.functional.cross_entropy(training.engine(x), y))
+    try:
+        training.engine.step(lr_kwargs={"loss": "low"})
+    except RuntimeError as error:
+        said.append(str(error))
     return said

@@ -98,7 +98,8 @@ def test_deepspeed_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]
 @pytest.mark.works("DeepSpeed", "ZeRO stages 1, 2 and 3" + REFUSED)
 def test_deepspeed_engines_that_split_or_copy_weights_are_refused() -> None:
     for said in launch(f"{RUNS}:refuses"):
-        assert len(said) == 4
+        assert len(said) == 5
         for stage in (1, 2, 3):
             assert f"it has ZeRO stage {stage}. ZeRO splits the optimizer" in said[stage - 1]
         assert '"torch_autocast" instead' in said[3]
+        assert said[4].startswith("a step of hdet failed: `loss` must be")
