@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hdet
-from hdet.replicas import collective_calls, whereabouts
+from hdet.replicas import collective_calls, rendezvous, whereabouts
 from hdet.replicas.process_groups import timeout_of
 from tests.processes import Processes
 
@@ -94,6 +94,21 @@ def test_different_calls_fail_at_once_with_replica_call_and_step(processes: Proc
         ]
 
 
+def show_the_best_weights_alone(rank: int) -> str:
+    loop = Loop(T + 1, spread=0.1)
+
+    def show_best() -> None:
+        with loop.scheduler.best_weights_shown():
+            pass
+
+    return error_of(show_best if rank else loop.scheduler.converge)
+
+
+def test_showing_the_best_weights_is_a_call_of_all_replicas(processes: Processes) -> None:
+    for text in processes(2, show_the_best_weights_alone):
+        assert "got `converge()` at step 5 on replica 0; `best_weights_shown()` at step 5" in text
+
+
 def differ_inside_a_mesh(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     loop = Loop(3, replicas=hdet.ProcessReplicas(mesh["replicate"]))
@@ -133,7 +148,8 @@ class Handler(logging.Handler):
 def logged_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The lines of hdet that this process logs, where it waits for a moment only."""
     handler, logger = Handler(), logging.getLogger("hdet")
-    monkeypatch.setattr(collective_calls, "WAIT_SECONDS", 0.01)
+    for module in (collective_calls, rendezvous):
+        monkeypatch.setattr(module, "WAIT_SECONDS", 0.01)
     logger.addHandler(handler)
     try:
         yield handler.lines
@@ -211,6 +227,38 @@ def test_process_that_waits_alone_raises_at_the_timeout_of_the_user(
         "Missing: replica 1, last seen after the end of a cycle at step 4."
     )
     assert "Timed out" in first[3]
+
+
+def construct_late(rank: int) -> tuple[list[str], str]:
+    if rank:
+        for line in ("line 1", "line 2"):
+            store().wait([line])
+        Loop(1)
+        store().set("constructed", "")
+        Loop(1)
+        return [], ""
+    dist.distributed_c10d._set_pg_timeout(timedelta(milliseconds=900), dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as monkeypatch, logged_lines(monkeypatch) as lines:
+        text = error_of(lambda: Loop(1))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+        Loop(1)  # a second try meets the first one of the other process
+    store().wait(["constructed"])
+    Loop(1)
+    return lines, text
+
+
+def test_process_that_constructs_alone_logs_who_is_missing_and_raises(
+    processes: Processes,
+) -> None:
+    lines, text = processes(2, construct_late)[0]
+    missing = "Missing: process 1, last seen before its first call."
+    place = "the construction of `ProcessReplicas`"
+    assert lines == [f"process 0 has waited 0 s in {place}. {missing}"] * 2
+    assert text == (
+        f"{place} waited 1 s for other processes, the timeout of the process group. Make "
+        "`hdet.HDET` and `ProcessReplicas` on all processes, or pass a longer `timeout` to "
+        f"init_process_group. {missing}"
+    )
 
 
 def lose_a_process(rank: int) -> tuple[list[str], str, str]:

@@ -34,7 +34,7 @@ from hdet.replicas.process_groups import (
     timeout_of,
 )
 from hdet.replicas.protocol import Capabilities, Rows
-from hdet.replicas.whereabouts import publish
+from hdet.replicas.rendezvous import meet
 from hdet.tensors.dtensor import WRAPPER_NAMES, layout
 
 
@@ -103,10 +103,10 @@ class ProcessReplicas(CollectiveReplicas):
         # A group of our own: an average never races the collectives of the user's group.
         # torch 2.6 does not read None as the default group here.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        publish("in the construction of `ProcessReplicas`")
+        timeout = timeout_of(None if self._by_mesh else process_group)
+        meet(ranks, timeout)
         if len(ranks) < dist.get_world_size() or len(own_ranks) > 1:
             equalise_group_counts(groups)
-        timeout = timeout_of(None if self._by_mesh else process_group)
         self._group = new_group(ranks, timeout)
         here = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)

@@ -12,7 +12,7 @@ NO_STORE = (RuntimeError, ValueError)
 
 def publish(where: str) -> None:
     """Say where this process is. It costs a few microseconds and waits for nobody."""
-    store = _store()
+    store = store_of_hdet()
     if store is not None:
         with suppress(*NO_STORE):
             store.set(str(dist.get_rank()), where)
@@ -21,7 +21,7 @@ def publish(where: str) -> None:
 def last_seen(ranks: Iterable[int]) -> dict[int, str]:
     """Where processes were seen last, as far as the store can be read."""
     seen: dict[int, str] = {}
-    store = _store()
+    store = store_of_hdet()
     with suppress(*NO_STORE):
         for rank in ranks if store is not None else ():
             is_known = store.check([str(rank)])  # a store waits for a key that it does not have
@@ -30,7 +30,7 @@ def last_seen(ranks: Iterable[int]) -> dict[int, str]:
     return seen
 
 
-def _store() -> Any:
+def store_of_hdet() -> Any:
     """The store of the default group, None without one.
 
     It is not kept: it would outlive the process group, and with it the port that it listens to.

@@ -154,10 +154,11 @@ class RunReadings(LRScheduler):
             yield None
             return
         with run.good_point.shown():
-            report, health = run.exchange_health(*ALL_KINDS)
-            kinds = ALL_KINDS if report.optimizer_states_match else WEIGHTS
-            averager = run.weights.averager
-            averager.average_without_outer_step_(health.healthy, kinds, report.agreed)
+            with run.collective_call("`best_weights_shown()`"):
+                report, health = run.exchange_health(*ALL_KINDS)
+                kinds = ALL_KINDS if report.optimizer_states_match else WEIGHTS
+                averager = run.weights.averager
+                averager.average_without_outer_step_(health.healthy, kinds, report.agreed)
             yield run.good_point.step
 
     @contextmanager
