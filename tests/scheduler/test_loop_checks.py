@@ -140,7 +140,7 @@ def test_a_right_loop_is_no_longer_watched(pattern: list[int]) -> None:
         # torch says it of its own schedule, as in every loop whose first steps are skipped.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         loop(run, pattern)
-    assert not run.scheduler._loop._watches
+    assert run.scheduler._loop._watch is None
     assert not run.optimizer._optimizer_step_post_hooks
 
 
@@ -161,7 +161,36 @@ def test_accumulated_micro_batches_and_closures_count_as_one_step() -> None:
 
         optimizer.step(closure)
         scheduler.step()
-    assert not scheduler._loop._watches
+    assert scheduler._loop._watch is None
+
+
+class Pair:
+    """Two optimizers in one run, of which the first may step more often, as in a GAN."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 3)
+        self.optimizers = [torch.optim.SGD([p], lr=0.1) for p in self.model.parameters()]
+        self.scheduler = hdet.HDET(self.optimizers, model=self.model, scout=None, total_steps=400)
+
+    def loop(self, num: int, often: int, seldom: int) -> None:
+        for step in range(num):
+            loss = loss_of(self.model, batch(step, 0).float())
+            loss.backward()
+            for optimizer, steps in zip(self.optimizers, (often, seldom), strict=True):
+                for _ in range(steps):
+                    optimizer.step()
+            self.scheduler.step(loss)
+
+
+@pytest.mark.parametrize(("often", "seldom"), [(5, 1), (MANY_STEPS + 2, 1)])
+def test_one_of_two_optimizers_may_step_more_often(often: int, seldom: int) -> None:
+    """A critic steps before each step of its generator."""
+    Pair().loop(MANY_STEPS + 1, often, seldom)
+
+
+def test_two_optimizers_that_both_step_too_often_warn() -> None:
+    with pytest.warns(UserWarning, match="made 2 steps without"):
+        Pair().loop(MANY_STEPS + 1, 5, 2)
 
 
 def test_a_step_that_may_be_captured_is_not_counted() -> None:

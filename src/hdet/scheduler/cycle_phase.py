@@ -104,5 +104,6 @@ class EndedPhase(CyclePhase):
         run.log.warn_once(
             "overrun",
             f"step {number} is beyond `total_steps` ({total}): the base schedule keeps its last "
-            f"value (on_overrun={choice!r}). Pass the length of the loop as total_steps=.",
+            f"value (on_overrun={choice!r}). Pass the length of the loop as total_steps=, or "
+            "steps_per_epoch= for a schedule that counts epochs.",
         )

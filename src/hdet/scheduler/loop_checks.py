@@ -5,6 +5,8 @@ optimizer step gets a warning, because the schedule, the scout and the cycles co
 """
 
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +30,8 @@ class LoopChecks:
 
     def __init__(self, run: Run) -> None:
         self._run, self._written = run, run.rates.written
-        counted = filter(_can_be_counted, members_of(run.optimizer))
-        self._watches = [StepWatch(optimizer, run.log) for optimizer in counted]
+        counted = list(filter(_can_be_counted, members_of(run.optimizer)))
+        self._watch = StepWatch(counted, run.log) if counted else None
         self._hooks = self._check_before_first_step() if len(run.replicas.local) > 1 else []
         # A search has a watch of its own, and replicas that join have no step in common.
         explores = run.knob_bank.is_spread() and run.progress.trial is None and run.elastic is None
@@ -47,10 +49,11 @@ class LoopChecks:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._watches = [watch for watch in self._watches if not watch.sees_call()]
+        if self._watch is not None and self._watch.sees_call():
+            self._watch = None
         if self._updates is not None:
             self._check_updates(self._updates)
-        self.is_over = not self._watches and self._updates is None
+        self.is_over = self._watch is None and self._updates is None
 
     def _check_before_first_step(self) -> list[RemovableHandle]:
         """Check the optimizers of stacked replicas too, which the first step writes over."""
@@ -72,43 +75,51 @@ class LoopChecks:
 
 
 class StepWatch:
-    """Counts the steps of one optimizer between two calls of `step()`, until it is sure of a loop.
+    """Counts optimizer steps between two calls of `step()`, until it is sure of a loop.
 
-    Two calls in a row with one optimizer step before each show that the loop is right.
+    Two calls in a row with one optimizer step before each show that the loop is right. Of several
+    optimizers, one may step more often than the others, as in a GAN: then too many steps are those
+    of the optimizer that makes the fewest, and too few those of the one that makes the most.
     """
 
-    def __init__(self, optimizer: Optimizer, log: RunLog) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], log: RunLog) -> None:
         self._log = log
-        self._num = self._num_before = 0
-        """Optimizer steps before this call, and before the last one."""
-        self._num_calls = self._num_steps = 0
+        self._nums = [0] * len(optimizers)
+        """The steps of each optimizer since the last call."""
+        self._num_before = 0
+        """The fewest before the last call."""
+        self._num_calls, self._totals = 0, [0] * len(optimizers)
         weakly = weakref.ref(self)  # a hook must not keep the run alive
 
-        def count(*_: Any) -> None:
+        def count(place: int, *_: Any) -> None:
             if (watch := weakly()) is not None:
-                watch._sees_step()
+                watch._sees_step(place)
 
-        self._hook = optimizer.register_step_post_hook(count)
+        self._hooks = [
+            optimizer.register_step_post_hook(partial(count, place))
+            for place, optimizer in enumerate(optimizers)
+        ]
 
     def sees_call(self) -> bool:
         """Count a call of `step()`; return whether the watch is over."""
-        before, now = self._num_before, self._num
-        self._num_before, self._num = now, 0
+        before, now = self._num_before, min(self._nums)
+        self._num_before, self._nums = now, [0] * len(self._nums)
         self._num_calls += 1
         if before > 1 and now > 1:
             self._warn_of_many(now)
-        elif self._num_calls >= MANY_STEPS and 2 * self._num_steps <= self._num_calls:
-            self._warn_of_few()
+        elif self._num_calls >= MANY_STEPS and 2 * max(self._totals) <= self._num_calls:
+            self._warn_of_few(max(self._totals))
         is_over = before == now == 1 or self._num_calls >= MANY_STEPS or now > MANY_STEPS
         if is_over:
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
         return is_over
 
-    def _sees_step(self) -> None:
-        self._num += 1
-        self._num_steps += 1
-        if self._num == MANY_STEPS + 1:
-            self._warn_of_many(self._num)
+    def _sees_step(self, place: int) -> None:
+        self._nums[place] += 1
+        self._totals[place] += 1
+        if self._nums[place] == min(self._nums) == MANY_STEPS + 1:
+            self._warn_of_many(MANY_STEPS + 1)
 
     def _warn_of_many(self, num: int) -> None:
         self._log.warn_once(
@@ -118,11 +129,11 @@ class StepWatch:
             "optimizer step. If the base schedule counts epochs, pass `steps_per_epoch=` to HDET.",
         )
 
-    def _warn_of_few(self) -> None:
+    def _warn_of_few(self, num: int) -> None:
         self._log.warn_once(
             "steps",
             f"`step()` was called {self._num_calls} times, and the optimizer made "
-            f"{self._num_steps} steps, so the schedule, the scout and the cycles count wrongly. "
+            f"{num} steps, so the schedule, the scout and the cycles count wrongly. "
             "Call `scheduler.step(loss)` once after every optimizer step. For a micro-batch call "
             "`scheduler.observe(loss)`. With Accelerate, leave the scheduler out of `prepare`.",
         )
