@@ -125,6 +125,25 @@ def test_batch_that_is_not_split_by_its_first_dimension_is_refused_with_what_to_
         ensemble.losses(loss_of, x.repeat(2, 1, 1)[:35], torch.randn(35, 8))
 
 
+def test_names_without_an_entry_must_have_as_many_samples_as_the_others() -> None:
+    """Sequences first, and targets that were forgotten: samples would be paired wrongly."""
+    x, y = torch.zeros(8, 4).long(), torch.zeros(8, 4).long()
+    with pytest.raises(ValueError, match=r"got the shapes \[\(8, 4\), \(8, 4\)\].*their dims"):
+        stacked({"x": 1}).losses(loss_of, x, y)
+
+
+def test_sizes_may_differ_where_each_argument_has_a_dim() -> None:
+    real, noise = torch.ones(4, 2), torch.ones(8, 2)
+
+    def loss(model: Any, real: Tensor, noise: Tensor) -> Tensor:
+        total: Tensor = model(real).sum() + model(noise).sum()
+        return total
+
+    for dims in ((0, 0), {"real": 0, "noise": 0}):
+        ensemble = hdet.StackedReplicas(nn.Linear(2, 1), 2, batch_dim=dims)
+        assert len(ensemble.losses(loss, real, noise)) == 2
+
+
 @pytest.mark.parametrize(
     ("dims", "error", "complaint"),
     [

@@ -113,6 +113,24 @@ def test_changes_of_all_replicas_raise_no_false_alarm(way: str, mode: Any) -> No
         optimizer.step()
 
 
+CLEARED: dict[str, Callable[[nn.Module], Any]] = {
+    "zero_grad": lambda model: model.zero_grad(set_to_none=False),
+    "one tensor": lambda model: next(model.parameters()).grad.zero_(),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("mode", ["vmap", "loop"])
+@pytest.mark.parametrize("way", sorted(CLEARED))
+def test_zeros_in_the_gradients_of_the_model_alone_are_refused(way: str, mode: Any) -> None:
+    """The gradients of the other replicas would add up from step to step."""
+    ensemble, model, optimizer = stacked(shared=False, mode=mode)
+    backward(ensemble)
+    optimizer.step()
+    CLEARED[way](model)
+    with pytest.raises(RuntimeError, match=r"Write `optimizer\.zero_grad\(\)` in place of"):
+        backward(ensemble)
+
+
 class Routed(nn.Module):
     """Each replica may use another expert, so replicas accumulate other numbers of gradients."""
 

@@ -47,7 +47,7 @@ class BatchDims:
         _check_leaves(leaves)
         sizes = {size for size, _ in _sizes(leaves, dims)}
         # Who gives a dimension for each argument knows. A tensor of N has one value a replica.
-        if isinstance(self._dims, int) and len(sizes - {num}) > 1:
+        if len(sizes - {num}) > 1 and not self._has_all(function, batch):
             raise ValueError(_different_sizes(leaves, dims))
         parts = [_parts(leaf, dim, num) for leaf, dim in zip(leaves, dims, strict=True)]
         return Batch(*tree_unflatten(parts, structure))
@@ -67,6 +67,15 @@ class BatchDims:
         dims = self._of_leaves(function, batch)
         sizes = {size for size, _ in _sizes(tree_leaves(tuple(batch)), dims)}
         return sizes.pop() if len(sizes) == 1 else 1
+
+    def _has_all(self, function: Any, batch: Batch) -> bool:
+        """Whether each argument of a batch has an entry of its own."""
+        arguments, named = batch
+        if not isinstance(self._dims, Mapping):
+            return not isinstance(self._dims, int)
+        if len(arguments) == 1 and not named and isinstance(arguments[0], dict):
+            return self._dims.keys() >= arguments[0].keys()
+        return self._dims.keys() >= {*_names(function, len(arguments)), *named}
 
     def _of_leaves(self, function: Any, batch: Batch) -> list[int | None]:
         """The dimension of each leaf of a batch, in the order of torch's pytrees."""
