@@ -121,19 +121,33 @@ def test_log_has_learning_rates_of_all_replicas_and_no_loss_of_the_scout(
 
 
 @pytest.mark.integrations
+def test_model_of_dtensors_finds_a_learning_rate(tmp_path: Path) -> None:
+    results = train(tmp_path, {"backend": "full_dtensor", "steps": 200})
+    assert results[0][0]["found"] > 30 * BAD_LR
+    assert len({runs[0]["digest"] for runs in results}) == 1
+
+
+@pytest.mark.integrations
 def test_replicas_of_two_shards_each_find_a_learning_rate(tmp_path: Path) -> None:
     results = train(tmp_path, {"replicate": 2, "shard": 2, "steps": 200}, num=4)
     assert results[0][0]["found"] > 30 * BAD_LR
     assert len({runs[0]["digest"] for runs in results}) == 1
 
 
-# What is refused --------------------------------------------------------------------------------
+# Its configs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.integrations
-def test_one_replica_and_cuda_graphs_are_refused(tmp_path: Path) -> None:
-    settings = [{"replicate": 1, "shard": 2}, {"cuda_graphs": True}]
+def test_command_line_of_torchtitan_reads_a_config_with_hdet() -> None:
+    (answer,) = launch("tests.integrations.torchtitan_runs:parsed", 1)
+    assert answer == ["HDETSchedulers.Config", {"guard": None}, 7]
+
+
+@pytest.mark.integrations
+def test_one_replica_cuda_graphs_and_pipelines_are_refused(tmp_path: Path) -> None:
+    settings = [{"replicate": 1, "shard": 2}, {"cuda_graphs": True}, {"pipeline": 2}]
     name = "tests.integrations.torchtitan_runs:refused"
-    one_replica, graphs = launch(name, folder=f"{tmp_path}", runs=settings)[0]
+    one_replica, graphs, pipeline = launch(name, folder=f"{tmp_path}", runs=settings)[0]
     assert "data_parallel_replicate_degree to 2" in one_replica
     assert "disable_cuda_graphs" in graphs
+    assert "pipeline_parallel_degree to 1" in pipeline

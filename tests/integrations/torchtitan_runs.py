@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import spmd_types  # type: ignore[import-untyped]
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hdet
-from tests.integrations.digits import BAD_LR, NUM_TRAINED, digest, tensors
+from tests.integrations.digits import BAD_LR, NUM_TRAINED, digest, held_out_loss, network, tensors
 
 
 class _NoKernels(types.ModuleType):
@@ -39,13 +39,15 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division  # noqa: E402
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh  # noqa: E402
+from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
+from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from hdet.integrations.torchtitan import with_hdet  # noqa: E402
@@ -59,17 +61,22 @@ metrics.build_device_memory_monitor = lambda: _NO_MEMORY
 dist_utils.set_pg_timeouts = lambda **_: None  # it asks for the number of the GPU
 
 
+def linear(in_features: int, out_features: int) -> Any:
+    """Return the config of a layer, and of the place of its parameters in a mesh."""
+    whole = dense_param_placement(tp=spmd_types.R)
+    places = ShardingConfig(state_shardings={"weight": whole, "bias": whole})
+    return Linear.Config(
+        in_features=in_features, out_features=out_features, bias=True, sharding_config=places
+    )
+
+
 class Digits(BaseModel):
     """The network of the digits as a model of torchtitan."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
-        first: Any = field(
-            default_factory=lambda: Linear.Config(in_features=64, out_features=128, bias=True)
-        )
-        second: Any = field(
-            default_factory=lambda: Linear.Config(in_features=128, out_features=10, bias=True)
-        )
+        first: Any = field(default_factory=lambda: linear(64, 128))
+        second: Any = field(default_factory=lambda: linear(128, 10))
 
         def update_from_config(self, *, config: Any, **_: Any) -> None:
             pass
@@ -99,7 +106,8 @@ class Digits(BaseModel):
 def parallelize(model: Any, *, parallel_dims: Any, parallelism: Any, **_: Any) -> Any:
     """Wrap a model as torchtitan wraps its own."""
     if parallelism.spmd_backend == "partial_dtensor":
-        mesh, dims = parallel_dims.get_mesh(["dp_replicate", "fsdp"]), None
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        mesh, dims = parallel_dims.get_mesh(names), None
     else:
         model.parallelize(parallel_dims)
         mesh, dims = resolve_fsdp_mesh(parallel_dims)
@@ -173,7 +181,7 @@ class Digest(BaseValidator):
         return step == self.config.freq
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        self.shown.append(whole_digest(model_parts[0]))
+        self.shown.append(digest(plain(*model_parts)))
 
 
 class Logged:
@@ -201,6 +209,7 @@ def config_of(
     validate_at: int | None = None,
     cuda_graphs: bool = False,
     backend: str = "partial_dtensor",
+    pipeline: int = 1,
 ) -> Any:
     """Return a config of torchtitan's trainer, as functions of a config registry do."""
     validator = Validator.Config() if validate_at is None else Digest.Config(freq=validate_at)
@@ -226,6 +235,8 @@ def config_of(
             data_parallel_replicate_degree=replicate,
             data_parallel_shard_degree=shard,
             spmd_backend=backend,
+            pipeline_parallel_degree=pipeline,
+            pipeline_parallel_microbatch_size=16,
         ),
         checkpoint=CheckpointManager.Config(
             enable=save_every is not None,
@@ -258,12 +269,12 @@ def train_once(
     trainer.metrics_processor.logger = logged = Logged()
     trainer.train()
     trainer.close()
-    (model,) = trainer.model_parts
+    model = plain(*trainer.model_parts)
     if with_it:
         result |= {"steps": trainer.hdet.last_epoch, "found": trainer.hdet.found_lr}
         result["lr"] = trainer.optimizers.optimizers[0].param_groups[0]["lr"]
         result["shown"] = trainer.validator.shown if config.validator.enable else []
-    return {**result, "loss": loss_of(model), "digest": whole_digest(model), "log": logged.lines}
+    return {**result, "loss": held_out_loss(model), "digest": digest(model), "log": logged.lines}
 
 
 def refused(folder: str, runs: list[dict[str, Any]]) -> list[str]:
@@ -277,17 +288,23 @@ def refused(folder: str, runs: list[dict[str, Any]]) -> list[str]:
     return errors
 
 
-def loss_of(model: Any) -> float:
-    """Return the loss on the images that no run trains on."""
-    x, y = tensors()
+def plain(model: nn.Module) -> nn.Module:
+    """Return the network of the digits with the weights of a model of torchtitan."""
+    found = network()
     with torch.no_grad():
-        return F.cross_entropy(model(x[NUM_TRAINED:, None])[:, 0], y[NUM_TRAINED:]).item()
+        for own, parameter in zip(found.parameters(), model.parameters(), strict=True):
+            own.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+    return found
 
 
-def whole_digest(model: nn.Module) -> str:
-    """Return a hash of the weights of this process."""
-    local = nn.Module()
-    for index, parameter in enumerate(model.parameters()):
-        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.register_buffer(f"{index}", tensor.detach())
-    return digest(local)
+def digits_with_hdet() -> Any:
+    """A function of a config registry."""
+    return with_hdet(config_of("outputs"), guard=None)
+
+
+def parsed() -> list[Any]:
+    """Return what torchtitan's command line makes of that config."""
+    words = ["--module", "tests.integrations.torchtitan_runs", "--config", "digits_with_hdet"]
+    config = ConfigManager().parse_args([*words, "--training.steps", "7"])
+    schedule = config.lr_scheduler
+    return [type(schedule).__qualname__, schedule.options, config.training.steps]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hdet.integrations.torchtitan_schedules import HDETSchedulers
+from hdet.integrations.torchtitan_schedules import NO_PIPELINE, HDETSchedulers
 from hdet.scheduler.hdet import HDET
+from hdet.tensors.dtensor import local
 
 __all__ = ["HDETMixin", "HDETSchedulers", "with_hdet"]
 
@@ -51,10 +52,12 @@ class HDETMixin:
         config: The config of the trainer, with `HDETSchedulers.Config` as `lr_scheduler`.
 
     Raises:
-        ValueError: If CUDA graphs are on.
+        ValueError: If CUDA graphs or pipeline parallelism are on.
     """
 
     def __init__(self, config: Any) -> None:
+        if config.parallelism.pipeline_parallel_degree > 1:
+            raise ValueError(NO_PIPELINE)
         if not config.training.disable_cuda_graphs:
             raise ValueError(
                 "hdet switches how gradients are averaged, which a CUDA graph would not follow. "
@@ -100,7 +103,7 @@ class HDETMixin:
         loss: Tensor = super().forward_backward_step(  # type: ignore[misc]
             global_valid_tokens=global_valid_tokens, **batch
         )
-        self.hdet.observe(loss.detach() * parts)
+        self.hdet.observe(local(loss.detach()) * parts)
         return loss
 
     def train_step(self, data_iterator: Any) -> None:

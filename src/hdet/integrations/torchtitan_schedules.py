@@ -20,6 +20,9 @@ with extra("torchtitan"):
 
 REPLICATE = "dp_replicate"
 """What torchtitan calls the mesh dimension of the replicas."""
+NO_PIPELINE = (
+    "hdet needs the whole loss in each process. Set parallelism.pipeline_parallel_degree to 1."
+)
 
 
 class HDETSchedulers(LRSchedulersContainer):
@@ -62,10 +65,7 @@ class HDETSchedulers(LRSchedulersContainer):
 
     def __init__(self, plain: Any, optimizers: Any, options: dict[str, Any]) -> None:
         if len(optimizers.model_parts) > 1:
-            raise ValueError(
-                "hdet needs the whole model in each replica. Set "
-                "parallelism.pipeline_parallel_degree to 1."
-            )
+            raise ValueError(NO_PIPELINE)
         self.schedulers = plain.schedulers
         _materialize(optimizers)
         (model,) = optimizers.model_parts
