@@ -10,6 +10,8 @@ import hdet
 from hdet.checkpoint import folders
 from hdet.checkpoint.manifest import FILE_NAME, entry_of
 
+OLD = Path(__file__).parent.parent / "data/states/checkpoint"
+
 
 def saved(folder: Path, step: int, keep: int = 2) -> Path:
     """A checkpoint with one file."""
@@ -89,6 +91,47 @@ def test_manifest_with_a_changed_number_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "step-00000030" / FILE_NAME).write_text(text.replace('"step": 30', '"step": 31'))
     with pytest.warns(UserWarning, match="other content"):
         assert hdet.latest_checkpoint(tmp_path) == tmp_path / "step-00000020"
+
+
+def test_checkpoint_instead_of_its_folder_is_returned_itself(tmp_path: Path) -> None:
+    path = saved(tmp_path, 20)
+    saved(tmp_path, 30)
+    assert hdet.latest_checkpoint(path) == path
+    moved = path.rename(tmp_path / "best")
+    assert hdet.latest_checkpoint(str(moved)) == moved
+    (moved / "data").write_bytes(b"3")
+    with pytest.warns(
+        UserWarning, match="a checkpoint is skipped: .*best.*data has another length"
+    ):
+        assert hdet.latest_checkpoint(moved) is None
+
+
+def test_damaged_checkpoint_instead_of_its_folder_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, 20)
+    (path / FILE_NAME).unlink()
+    with pytest.warns(UserWarning, match="a checkpoint is skipped: .*checkpoint.json is missing"):
+        assert hdet.latest_checkpoint(path) is None
+
+
+def test_folder_with_the_name_of_a_checkpoint_may_hold_others(tmp_path: Path) -> None:
+    path = saved(tmp_path / "step-00000001", 20)
+    assert hdet.latest_checkpoint(path.parent) == path
+    (path / "data").unlink()
+    with pytest.warns(UserWarning) as said:
+        assert hdet.latest_checkpoint(path.parent) is None
+    assert len(said) == 1
+
+
+def test_checkpoint_of_hdet_0_1_is_found(tmp_path: Path) -> None:
+    """It is the folder itself."""
+    folder = shutil.copytree(OLD, tmp_path / "old")
+    assert hdet.latest_checkpoint(folder) == folder
+    newer = saved(folder, 20)
+    assert hdet.latest_checkpoint(folder) == newer
+    shutil.rmtree(newer)
+    (folder / ".metadata").write_bytes(b"3")
+    with pytest.warns(UserWarning, match="a checkpoint is skipped: .* is no index of a checkpoint"):
+        assert hdet.latest_checkpoint(folder) is None
 
 
 def test_old_checkpoint_is_removed_only_after_the_new_one_is_there(

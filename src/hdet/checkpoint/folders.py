@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: each is written beside the others, then renamed. No torch."""
+"""The folder of a run's checkpoints: each is written beside the others, then renamed."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hdet._messages import launched_first, warn
+from hdet.checkpoint import first_version
 from hdet.checkpoint.manifest import (
     FILE_NAME,
     DamagedCheckpoint,
@@ -31,7 +32,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     damaged checkpoint that it finds on the way gets a warning with its name.
 
     Args:
-        folder: The folder that was given to `save_checkpoint`.
+        folder: The folder that was given to `save_checkpoint`. A checkpoint is returned itself.
 
     Returns:
         The path for `load_checkpoint`, None if there is no whole checkpoint.
@@ -39,18 +40,49 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     Example:
         See `save_checkpoint`.
     """
-    for path, manifest in checkpoints(Path(folder)):
-        try:
-            if isinstance(manifest, DamagedCheckpoint):
-                raise manifest
-            manifest.check_files(path, manifest.files)
-        except DamagedCheckpoint as problem:
-            # A checkpoint that a run has just removed is not damaged.
-            if path.exists() and launched_first():
-                warn(f"a checkpoint is skipped: {problem}")
-            continue
-        return path
-    return None
+    path = Path(folder)
+    for one, manifest in checkpoints(path):
+        if _is_whole(one, manifest):
+            return one
+    if (path / FILE_NAME).exists() or _has_name_of_one(path):
+        return path if _is_whole(path, _about(path)) else None
+    return path if _is_of_first_version(path) else None
+
+
+def _has_name_of_one(path: Path) -> bool:
+    """Whether a folder with files has the name of a checkpoint, but no checkpoint in it."""
+    has_name = NAME.fullmatch(path.name) and path.is_dir() and any(path.iterdir())
+    return bool(has_name) and not any(checkpoints(path))
+
+
+def _is_of_first_version(path: Path) -> bool:
+    try:
+        return first_version.is_at(path)
+    except ValueError as problem:
+        if launched_first():
+            warn(f"a checkpoint is skipped: {problem}")
+        return False
+
+
+def _is_whole(path: Path, manifest: Manifest | DamagedCheckpoint) -> bool:
+    """Whether a checkpoint has all of its files. It warns of one that has not."""
+    try:
+        if isinstance(manifest, DamagedCheckpoint):
+            raise manifest
+        manifest.check_files(path, manifest.files)
+    except DamagedCheckpoint as problem:
+        # A checkpoint that a run has just removed is not damaged.
+        if path.exists() and launched_first():
+            warn(f"a checkpoint is skipped: {problem}")
+        return False
+    return True
+
+
+def _about(path: Path) -> Manifest | DamagedCheckpoint:
+    try:
+        return read_manifest(path)
+    except DamagedCheckpoint as problem:
+        return problem
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[Path, Manifest | DamagedCheckpoint]]:
