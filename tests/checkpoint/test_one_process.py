@@ -101,6 +101,15 @@ def again(path: Path, make: Callable[[], Loop], steps: int) -> Loop:
     return loop.steps(steps)
 
 
+def test_optimizers_of_a_scheduler_may_stand_for_their_list(tmp_path: Path) -> None:
+    loop = Loop(optimizers=2).steps(3)
+    path = hdet.save_checkpoint(
+        tmp_path, model=loop.model, optimizer=loop.scheduler.optimizer, scheduler=loop.scheduler
+    )
+    theirs = loop.steps(3).everything()
+    assert again(path, lambda: Loop(optimizers=2), 3).everything() == theirs
+
+
 MAKES: dict[str, Callable[[], Loop]] = {
     "one": Loop,
     "stacked": lambda: Loop(3),
@@ -183,12 +192,35 @@ def test_arguments_that_cannot_be_saved_are_refused_before_anything_is_written(
         ({**loop.parts, "step": "3"}, TypeError, "`step` must be an integer, got '3'"),
         ({**loop.parts, "scaler": 3}, TypeError, "`scaler` must be a torch.amp.GradScaler, got 3"),
         ({**loop.parts, "optimizer": []}, TypeError, "must be an optimizer or a list of them"),
+        ({**loop.parts, "optimizer": None}, TypeError, "must be an optimizer or a list of them"),
+        ({**loop.parts, "model": None}, TypeError, "must be a torch.nn.Module, got a NoneType"),
         (one_of_two, ValueError, "must have all parameters that the scheduler trains"),
         (twice, ValueError, "must be optimizers of different parameters, got one twice"),
     ]:
         with pytest.raises(kind, match=why):
             hdet.save_checkpoint(tmp_path, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_arguments_of_wrong_types_are_refused_before_processes_wait(tmp_path: Path) -> None:
+    loop = Loop().steps(1)
+    path = hdet.save_checkpoint(tmp_path, **loop.parts)
+    base = torch.optim.lr_scheduler.ConstantLR(loop.optimizers[0])
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"scheduler": base}, "`scheduler` must be an hdet.HDET, got a ConstantLR"),
+        ({"scheduler": None}, "`scheduler` must be an hdet.HDET, got a NoneType"),
+        ({"model": "net"}, "`model` must be a torch.nn.Module, got a str"),
+    ]
+    for wrong, why in others:
+        for call in (hdet.save_checkpoint, hdet.load_checkpoint):
+            with pytest.raises(TypeError, match=why):
+                call(path, **{**loop.parts, **wrong})
+    anything: Any = 3
+    with pytest.raises(TypeError, match="`folder` must be a str or a pathlib"):
+        hdet.save_checkpoint(anything, **loop.parts)
+    with pytest.raises(TypeError, match="`path` must be a str or a pathlib"):
+        hdet.load_checkpoint(anything, **loop.parts)
+    assert hdet.latest_checkpoint(tmp_path) == path
 
 
 # Refused without a change ------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from hdet.checkpoint import first_version
+from hdet.checkpoint.arguments import check_arguments
 from hdet.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest
 from hdet.checkpoint.parts import Part, Saved, parts_of
 from hdet.checkpoint.processes import Processes
@@ -78,6 +79,7 @@ def load_checkpoint(
             "`path` must be a checkpoint, got None: the folder has none yet. Load only if "
             "`hdet.latest_checkpoint(folder)` finds one."
         )
+    check_arguments("path", path, scheduler)
     with scheduler.collective_call("`load_checkpoint()`"):
         return _load_run(Path(path), model, optimizer, scheduler, scaler)
 

@@ -17,6 +17,12 @@ from torch.optim import Adagrad, Optimizer
 
 from hdet._messages import launched_first, warn
 from hdet._validation import check_integer, check_positive
+from hdet.checkpoint.arguments import (
+    check_belong_together,
+    optimizer_of_one,
+    optimizers_of,
+    parameters_of,
+)
 from hdet.checkpoint.optimizer_state import (
     check_same_kind,
     empty_states,
@@ -24,10 +30,8 @@ from hdet.checkpoint.optimizer_state import (
     settings_of,
     tensors_of,
 )
-from hdet.replicas.protocol import EngineOptimizer
 from hdet.scheduler.hdet import HDET
 from hdet.tensors.dtensor import WRAPPER_NAMES
-from hdet.tensors.joined_optimizer import members_of
 
 T = TypeVar("T")
 Saved = Mapping[str, TensorStorageMetadata]
@@ -255,14 +259,16 @@ def parts_of(
         TypeError: An argument has the wrong type.
         ValueError: The arguments do not belong together, or cannot be saved.
     """
-    optimizers = _as_list(optimizer)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
+    optimizers = optimizers_of(optimizer)
     if names := scheduler.unsaved_parameters():
         raise ValueError(
             f"parameters {names} exist once in each process as plain tensors, and a distributed "
             "checkpoint would save only one of them. Make them DTensors."
         )
     known = {id(p): _unwrapped_name(model, name) for name, p in model.named_parameters()}
-    _check_belong_together(known, optimizers, scheduler)
+    check_belong_together(known, optimizers, scheduler)
     parts: list[Part] = [ModelPart(model)]
     for number, one in enumerate(optimizers):
         own = parameters_of(optimizer_of_one(one))
@@ -274,46 +280,6 @@ def parts_of(
         parts.append(OptimizerPart("outer", scheduler.outer, outer))
     best = BestPart(scheduler, list(parts))
     return [*parts, SchedulerPart(scheduler), ScalerPart(scaler), best]
-
-
-def optimizer_of_one(optimizer: Optimizer) -> Optimizer:
-    """The optimizer of the first replica, where an engine steps several at once."""
-    return optimizer.each[0] if isinstance(optimizer, EngineOptimizer) else optimizer
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _as_list(optimizer: Any) -> list[Optimizer]:
-    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    if not optimizers or not all(hasattr(one, "param_groups") for one in optimizers):
-        raise TypeError(f"`optimizer` must be an optimizer or a list of them, got {optimizer!r}.")
-    return [member for one in optimizers for member in members_of(one)]
-
-
-def _check_belong_together(
-    known: Mapping[int, str], optimizers: Sequence[Optimizer], scheduler: HDET
-) -> None:
-    own = [id(p) for one in optimizers for p in parameters_of(optimizer_of_one(one))]
-    if any(parameter not in known for parameter in own):
-        raise ValueError(
-            "`optimizer` must hold parameters of `model`, got others. DDP over tensor parallelism "
-            "hides them: save such a run yourself, after scheduler.converge()."
-        )
-    if len(set(own)) < len(own):
-        raise ValueError("`optimizer` must be optimizers of different parameters, got one twice.")
-    given = {id(p) for one in optimizers for p in parameters_of(one)}
-    if not given.issuperset(map(id, parameters_of(scheduler.optimizer))):
-        raise ValueError(
-            "`optimizer` must have all parameters that the scheduler trains, got a part of them. "
-            "Pass a list of all optimizers of the run."
-        )
-    if any(id(own) not in known for own, _ in scheduler.outer_parameters()):
-        raise ValueError(
-            "`model` must have all parameters of the outer optimizer, got a part of them."
-        )
 
 
 def _unwrapped_name(model: nn.Module, name: str) -> str:

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hdet._validation import check_integer
+from hdet.checkpoint.arguments import check_arguments
 from hdet.checkpoint.folders import (
     check_token,
     commit,
@@ -91,6 +92,7 @@ def save_checkpoint(
         >>> saved.name, found == saved, extra
         ('step-00000000', True, {'epoch': 3})
     """
+    check_arguments("folder", folder, scheduler)
     processes = Processes()
 
     def prepare() -> tuple[list[Part], int]:
