@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycl
 
 import hdet
 from hdet.checkpoint.manifest import FILE_NAME, FileEntry, Manifest, entry_of, read_manifest
+from hdet.checkpoint.plain_data import from_file
 
 
 def network() -> nn.Module:
@@ -221,6 +223,50 @@ def test_arguments_of_wrong_types_are_refused_before_processes_wait(tmp_path: Pa
     with pytest.raises(TypeError, match="`path` must be a str or a pathlib"):
         hdet.load_checkpoint(anything, **loop.parts)
     assert hdet.latest_checkpoint(tmp_path) == path
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({"loss": np.float64(1.0)}, r"`extra\['loss'\]` must be plain .* got a numpy.float64. "),
+        ({"a": [1, (2, Path("x"))]}, r"`extra\['a'\]\[1\]\[1\]` must be .* got a pathlib.Po"),
+        ({"at": datetime(2026, 1, 1)}, r"`extra\['at'\]` must be .* got a datetime.datetime. "),
+        ({"order": range(3)}, r"`extra\['order'\]` must be plain data .* got a range. "),
+        (np.arange(3), "`extra` must be plain data .* got a numpy.ndarray. .* x.tolist.. for an a"),
+        ({np.int64(3): 1}, "`a key of extra` must be plain data .* got a numpy.int64"),
+        ({"do": open}, r"`extra\['do'\]` must be .* got a builtin_function_or_method"),
+        ({"do": lambda: 0}, r"`extra\['do'\]` must be plain data .* got a function"),
+    ],
+)
+def test_extra_that_cannot_be_saved_is_named_with_its_place(
+    extra: Any, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=why) as error:
+        hdet.save_checkpoint(tmp_path, **Loop().parts, extra=extra)
+    assert "torch.load" not in str(error.value) and "\x1b" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_extra_that_holds_itself_is_refused_for_its_odd_part(tmp_path: Path) -> None:
+    extra: list[Any] = [1, open]
+    extra.insert(0, extra)
+    with pytest.raises(TypeError, match=r"`extra\[2\]` must be plain data"):
+        hdet.save_checkpoint(tmp_path, **Loop().parts, extra=extra)
+
+
+def test_file_of_plain_data_that_holds_other_objects_is_refused_with_their_class(
+    tmp_path: Path,
+) -> None:
+    for content, why in [
+        ({"a": np.float64(1)}, "code: it has a numpy[.]_?core[.]multiarray.scalar$"),
+        (Hostile("true"), r"code: it has a posix\.system$"),
+    ]:
+        torch.save(content, tmp_path / "file")
+        with pytest.raises(ValueError, match=why):
+            from_file(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"xx")
+    with pytest.raises(ValueError, match=r"code: it is no plain data$"):
+        from_file(tmp_path / "file")
 
 
 # Refused without a change ------------------------------------------------------------------------

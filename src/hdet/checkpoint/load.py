@@ -1,11 +1,9 @@
 """load_checkpoint: verifies a checkpoint completely, then loads it into a run."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -15,6 +13,7 @@ from hdet.checkpoint import first_version
 from hdet.checkpoint.arguments import check_arguments
 from hdet.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest
 from hdet.checkpoint.parts import Part, Saved, parts_of
+from hdet.checkpoint.plain_data import from_file
 from hdet.checkpoint.processes import Processes
 from hdet.checkpoint.random_state import restore_random_state
 from hdet.checkpoint.save import COMMON_FILE, process_file
@@ -113,7 +112,7 @@ def _load_run(
 
 def extra_of(path: Path) -> Any:
     """The `extra` of the first process, of a checkpoint that `latest_checkpoint` has verified."""
-    return _load(path / process_file(0))["extra"]
+    return from_file(path / process_file(0))["extra"]
 
 
 def _read_content(path: Path, processes: Processes) -> Content:
@@ -152,21 +151,10 @@ def _content(path: Path, manifest: Manifest, rank: int, size: int) -> Content:
     if unknown := (named | {INDEX, COMMON_FILE}) - manifest.files.keys():
         raise DamagedCheckpoint(f"{path} is damaged: its files do not include {sorted(unknown)}.")
     is_same = manifest.processes == size
-    own = _load(path / process_file(rank if is_same else 0))
+    own = from_file(path / process_file(rank if is_same else 0))
     if not is_same:
         del own["random"]
-    return Content(_load(path / COMMON_FILE), own, reader.tensors())
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch says of files that are not its own
-            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # odd bytes raise whatever they like
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DamagedCheckpoint(f"{file} cannot be read without running code: {reason}") from error
-    return loaded
+    return Content(from_file(path / COMMON_FILE), own, reader.tensors())
 
 
 def _check_optimizers(parts: Sequence[Part], plain: Mapping[str, Any]) -> None:

@@ -1,11 +1,9 @@
 """save_checkpoint: writes a run to a folder of its own, which appears only when it is whole."""
 
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -22,6 +20,7 @@ from hdet.checkpoint.folders import (
 )
 from hdet.checkpoint.manifest import FileEntry, entry_of
 from hdet.checkpoint.parts import Part, parts_of
+from hdet.checkpoint.plain_data import to_bytes
 from hdet.checkpoint.processes import Processes
 from hdet.checkpoint.random_state import random_state
 from hdet.checkpoint.sharded import INDEX, write_tensors
@@ -99,7 +98,7 @@ def save_checkpoint(
         check_integer("keep", keep, at_least=1)
         number = scheduler.last_epoch if step is None else step
         check_integer("step", number, at_least=0)
-        _as_bytes("extra", extra)
+        to_bytes("extra", extra)
         parts = parts_of(model, optimizer, scheduler, scaler)
         for part in parts:
             part.check()
@@ -145,22 +144,8 @@ def _write(
 ) -> dict[str, FileEntry]:
     """Write the files of this process, and return their entries."""
     names = write_tensors(partial, tensors) | {process_file(rank)}
-    write_file(partial / process_file(rank), _as_bytes("extra", own))
+    write_file(partial / process_file(rank), to_bytes("state", own))
     if rank == 0:
-        write_file(partial / COMMON_FILE, _as_bytes("state of model and scheduler", plain))
+        write_file(partial / COMMON_FILE, to_bytes("state", plain))
         names |= {INDEX, COMMON_FILE}
     return {name: entry_of(partial / name) for name in names}
-
-
-def _as_bytes(name: str, value: Any) -> bytes:
-    """The value as a file that loads without running code; `name` is what it is called."""
-    file = BytesIO()
-    try:
-        torch.save(value, file)
-        torch.load(BytesIO(file.getvalue()), weights_only=True)
-    except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TypeError(
-            f"`{name}` must be plain data or tensors, which load without running code: {first}"
-        ) from error
-    return file.getvalue()
