@@ -121,6 +121,14 @@ def test_log_has_learning_rates_of_all_replicas_and_no_loss_of_the_scout(
 
 
 @pytest.mark.integrations
+def test_gradients_have_the_scale_of_the_mean_loss_in_and_after_the_scout(tmp_path: Path) -> None:
+    name = "tests.integrations.torchtitan_runs:gradient_errors"
+    for errors in launch(name, folder=f"{tmp_path}"):
+        assert errors["scout"] < 1e-5
+        assert errors["run"] < 1e-5
+
+
+@pytest.mark.integrations
 def test_model_of_dtensors_finds_a_learning_rate(tmp_path: Path) -> None:
     results = train(tmp_path, {"backend": "full_dtensor", "steps": 200})
     assert results[0][0]["found"] > 30 * BAD_LR

@@ -5,6 +5,7 @@ the kernels of expert parallelism, which need triton; the name of the device; an
 the memory of a GPU.
 """
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import spmd_types  # type: ignore[import-untyped]
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -275,6 +277,35 @@ def train_once(
         result["lr"] = trainer.optimizers.optimizers[0].param_groups[0]["lr"]
         result["shown"] = trainer.validator.shown if config.validator.enable else []
     return {**result, "loss": held_out_loss(model), "digest": digest(model), "log": logged.lines}
+
+
+def gradient_errors(folder: str) -> dict[str, float]:
+    """Return how far the gradients of the first step are from those of the mean loss.
+
+    In the scout that is the mean over the batch of this process, and else over both batches.
+    """
+    errors: dict[str, float] = {}
+    for name, ranks in (("scout", [int(os.environ["RANK"])]), ("run", [0, 1])):
+        config = config_of(f"{folder}/{name}")
+        config.training.max_norm = 1e9
+        scout = hdet.Scout(share=0.33) if name == "scout" else None
+        trainer = with_hdet(config, scout=scout).build()
+        model = plain(*trainer.model_parts)
+        loaders = [
+            DigitsLoader(None, dp_world_size=2, dp_rank=r, local_batch_size=16) for r in ranks
+        ]
+        batches = [next(iter(loader)) for loader in loaders]
+        losses = [F.cross_entropy(model(x["input"])[:, 0], y[:, 0]) for x, y in batches]
+        torch.stack(losses).mean().backward()
+        trainer.step = 1
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        errors[name] = 0.0
+        pairs: Any = zip(trainer.model_parts[0].parameters(), model.parameters(), strict=True)
+        for own, expected in pairs:
+            difference = own.grad.full_tensor() - expected.grad
+            errors[name] = max(errors[name], (difference.norm() / expected.grad.norm()).item())
+        trainer.close()
+    return errors
 
 
 def refused(folder: str, runs: list[dict[str, Any]]) -> list[str]:
