@@ -131,26 +131,44 @@ def accumulates(num_steps: int) -> dict[str, Any]:
 def observes() -> dict[str, Any]:
     """Train with two micro-batches; return the losses of hdet's cycles and those of the loop."""
     start()
-    sink = Cycles()
+    sink = Events()
     options = {"scout": None, "record": sink, "sync_every": 10, "accumulation": 2}
     training = Training(digits.GOOD_LR, 30, **options)
     training.run()
     own = torch.tensor(training.losses, dtype=torch.float64).reshape(3, 20).mean(1)
-    return {"recorded": sink.losses, "own": own.tolist()}
+    return {"recorded": sink.of("cycle", "losses"), "own": own.tolist()}
 
 
-class Cycles:
-    """A sink that keeps the losses of the replicas in each cycle."""
+def holds_out(num_steps: int) -> dict[str, Any]:
+    """Give the scout a batch of each process that nobody trains on."""
+    start()
+    sink = Events()
+    training = Training(digits.BAD_LR, num_steps, scout=SCOUT, record=sink)
+    first = digits.NUM_TRAINED + 100 * int(os.environ["RANK"])
+    rows = slice(first, first + 100)
+    training.scheduler.hold_out(loss_of, training.x[rows], training.y[rows])
+    training.run()
+    return {"by": sink.of("scout", "compared_by"), "loss": training.loss()}
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+class Events:
+    """A sink that keeps the events of a run."""
 
     def __init__(self) -> None:
-        self.losses: list[list[float]] = []
+        self.events: list[Mapping[str, Any]] = []
 
     def write(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "cycle":
-            self.losses.append(list(event["losses"]))
+        self.events.append(event)
 
     def close(self) -> None:
         pass
+
+    def of(self, kind: str, field: str) -> list[Any]:
+        return [event[field] for event in self.events if event["event"] == kind]
 
 
 EXPLORING = {"scout": SCOUT, "spread": 0.2, "sync_every": 40}

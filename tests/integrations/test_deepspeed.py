@@ -10,6 +10,7 @@ from tests.integrations.features import (
     CLIPS,
     EVALUATES,
     FINDS,
+    HOLDS_OUT,
     LOGS,
     REFUSED,
     RESUMES,
@@ -61,6 +62,14 @@ def test_deepspeed_observes_the_loss_of_every_micro_batch() -> None:
     assert len(cycles) == 3
     for replica, own in enumerate(one["own"] for one in found):
         assert [losses[replica] for losses in cycles] == pytest.approx(own, rel=1e-5)
+
+
+@pytest.mark.integrations
+@pytest.mark.works("DeepSpeed", HOLDS_OUT)
+def test_deepspeed_scout_compares_replicas_on_batches_of_the_loop() -> None:
+    found, _ = launch(f"{RUNS}:holds_out", num_steps=300)
+    assert set(found["by"]) == {"held out"}
+    assert found["loss"] < 0.2
 
 
 @pytest.fixture(scope="module")
