@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -423,3 +424,49 @@ def fabric(folder: str, epochs: int) -> dict[str, Any]:
         "trained": digits.digest(names["model"]),
         "clock": saved["scheduler"]["step"],
     }
+
+
+class Stopped(Digits):
+    """All its processes are stopped after a step, by SIGTERM or by an error."""
+
+    how = ""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step != 33:
+            return
+        if self.how == "error":
+            raise RuntimeError("stopped")
+        if self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(folder: str) -> dict[str, Any]:
+    """Return what a run that was stopped has saved, and what it has become."""
+    found = {}
+    for how in ("signal", "error"):
+        module = Stopped(digits.GOOD_LR)
+        module.how = how
+        save = ModelCheckpoint(f"{folder}/{how}", "last", save_on_exception=True)
+        trainer = trainer_of(
+            HDETCallback(**EXPLORING), save, max_steps=70, enable_checkpointing=True
+        )
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(module, Batches())
+            except (SystemExit, RuntimeError) as error:
+                found[f"{how} raised"] = type(error).__name__
+        saved = Digits(0.0)
+        saved.load_state_dict(torch.load(f"{folder}/{how}/last.ckpt")["state_dict"])
+        found[f"{how} saved"] = digits.digest(saved.network)
+        found[how] = digits.digest(module.network)
+        found[f"{how} warned"] = " ".join(str(one.message) for one in seen)
+        found[f"{how} steps"] = trainer.global_step
+    return found
+
+
+def alone(steps: int) -> dict[str, Any]:
+    """Train in a single process, which tries one learning rate after the other."""
+    callback = HDETCallback(scout=hdet.Scout(share=0.5))
+    module = fitted(digits.BAD_LR, callback, strategy="auto", max_steps=steps)
+    return {"loss": digits.held_out_loss(module.network), "found": callback.scheduler.found_lr}

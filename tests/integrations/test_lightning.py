@@ -214,6 +214,29 @@ def test_file_with_weights_alone_has_the_consensus(kept: list[dict[str, Any]]) -
     assert kept[0]["saved_alone"] == kept[0]["after_saving"] == kept[1]["after_saving"]
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(f"{RUNS}:stopped", folder=str(tmp_path_factory.mktemp("stopped")))
+
+
+@pytest.mark.integrations
+def test_checkpoint_after_sigterm_is_the_consensus(stopped: list[dict[str, Any]]) -> None:
+    first, second = stopped
+    assert first["signal raised"] == second["signal raised"] == "SIGTERMException"
+    assert first["signal saved"] == first["signal"] == second["signal"]
+    assert "middle of a cycle" not in first["signal warned"]
+
+
+@pytest.mark.integrations
+def test_checkpoint_after_an_error_waits_for_no_other_process(
+    stopped: list[dict[str, Any]],
+) -> None:
+    first, second = stopped
+    assert first["error raised"] == second["error raised"] == "RuntimeError"
+    assert first["error saved"] == first["error"] != second["error"]
+    assert "the state is saved in the middle of a cycle" in first["error warned"]
+
+
 # Precision and sharding --------------------------------------------------------------------------
 
 
@@ -234,6 +257,13 @@ def test_sharded_run_finds_its_learning_rate_and_resumes_bit_for_bit(tmp_path: P
     assert ranks[0] == ranks[1]
     assert ranks[0]["resumed"] == ranks[0]["whole"]
     assert ranks[0]["whole"]["loss"] < 0.2
+
+
+@pytest.mark.integrations
+def test_single_process_finds_its_learning_rate() -> None:
+    (found,) = launch(f"{RUNS}:alone", num=1, steps=400)
+    assert found["found"] > 100 * digits.BAD_LR
+    assert found["loss"] < 0.2
 
 
 # Fabric ------------------------------------------------------------------------------------------
