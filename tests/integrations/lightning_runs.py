@@ -470,3 +470,26 @@ def alone(steps: int) -> dict[str, Any]:
     callback = HDETCallback(scout=hdet.Scout(share=0.5))
     module = fitted(digits.BAD_LR, callback, strategy="auto", max_steps=steps)
     return {"loss": digits.held_out_loss(module.network), "found": callback.scheduler.found_lr}
+
+
+class Adapted(Digits):
+    """Trains adapters of low rank, as PEFT adds them."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(lr)
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        config = LoraConfig(r=8, target_modules=["0", "2"])
+        self.network = get_peft_model(digits.network(), config)  # type: ignore[arg-type]
+
+
+def adapting(epochs: int) -> dict[str, Any]:
+    """Train adapters without hdet at two learning rates, and with hdet at the bad one."""
+    found = {}
+    for name, lr in (("bad", digits.BAD_LR), ("good", digits.GOOD_LR), ("hdet", digits.BAD_LR)):
+        module = Adapted(lr)
+        callbacks = [HDETCallback(scout=SCOUT)] if name == "hdet" else []
+        trainer_of(*callbacks, max_epochs=epochs).fit(module, Batches())
+        found[name] = digits.held_out_loss(module.network)
+    return found

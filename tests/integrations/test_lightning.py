@@ -24,6 +24,7 @@ from tests.integrations.features import (
     FSDP2,
     HOLDS_OUT,
     LOGS,
+    LORA,
     REFUSED,
     RESUMES,
     RESUMES_SCOUT,
@@ -257,6 +258,15 @@ def test_sharded_run_finds_its_learning_rate_and_resumes_bit_for_bit(tmp_path: P
     assert ranks[0] == ranks[1]
     assert ranks[0]["resumed"] == ranks[0]["whole"]
     assert ranks[0]["whole"]["loss"] < 0.2
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Lightning", LORA)
+def test_adapters_of_low_rank_find_their_learning_rate() -> None:
+    first, second = launch(f"{RUNS}:adapting", epochs=6)
+    assert first == second
+    assert first["bad"] > 2.0
+    assert first["hdet"] < 1.05 * first["good"]
 
 
 @pytest.mark.integrations
