@@ -15,6 +15,7 @@ from tests.integrations.features import (
     HOLDS_OUT,
     LOGS,
     LORA,
+    PREPARED,
     REFUSED,
     RESUMES,
     RESUMES_SCOUT,
@@ -128,7 +129,7 @@ def test_accelerate_scout_compares_replicas_on_batches_of_the_loop() -> None:
 
 
 @pytest.mark.integrations
-@pytest.mark.works("Accelerate", "a scheduler inside `accelerator.prepare`" + REFUSED)
+@pytest.mark.works("Accelerate", PREPARED + REFUSED)
 def test_accelerate_schedulers_and_models_at_the_wrong_place_are_refused() -> None:
     for stepped, wrapped, bare in launch(f"{RUNS}:refuses"):
         assert stepped.startswith("AttributeError: a scheduler of hdet has no `_step_count`.")

@@ -15,6 +15,7 @@ from tests.integrations.features import (
     REFUSED,
     RESUMES,
     RESUMES_SCOUT,
+    ZERO,
 )
 from tests.integrations.launch import launch
 
@@ -104,7 +105,7 @@ def test_deepspeed_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]
 
 
 @pytest.mark.integrations
-@pytest.mark.works("DeepSpeed", "ZeRO stages 1, 2 and 3" + REFUSED)
+@pytest.mark.works("DeepSpeed", ZERO + REFUSED)
 def test_deepspeed_engines_that_split_or_copy_weights_are_refused() -> None:
     for said in launch(f"{RUNS}:refuses"):
         assert len(said) == 5
