@@ -481,7 +481,7 @@ class Adapted(Digits):
 
         torch.manual_seed(0)
         config = LoraConfig(r=8, target_modules=["0", "2"])
-        self.network = get_peft_model(digits.network(), config)  # type: ignore[arg-type]
+        self.network = get_peft_model(digits.network(), config)
 
 
 def adapting(epochs: int) -> dict[str, Any]:

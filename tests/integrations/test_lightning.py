@@ -415,6 +415,14 @@ def test_what_cannot_work_is_refused_with_what_to_write(name: str) -> None:
 
 
 @pytest.mark.integrations
+def test_schedule_by_epoch_needs_a_loader_with_a_length() -> None:
+    loader = iter(list(Batches(4)))
+    trainer = trainer_of(HDETCallback(), strategy="auto", max_steps=2)
+    with pytest.raises(ValueError, match="the schedule counts epochs, and the loader has no"):
+        trainer.fit(scheduled(), loader)
+
+
+@pytest.mark.integrations
 def test_weight_averaging_of_lightning_is_refused() -> None:
     with pytest.raises(ValueError, match="StochasticWeightAveraging replaces the schedule"):
         fit(scheduled(), HDETCallback(), StochasticWeightAveraging(0.1))

@@ -51,6 +51,11 @@ def take_over(trainer: Trainer, module: LightningModule, options: Mapping[str, A
         found.setdefault("total_steps", int(min(length, getattr(base, "total_steps", length))))
     if configs and configs[0].interval == "epoch":
         trainer.fit_loop.setup_data()
+        if math.isinf(trainer.num_training_batches):
+            raise ValueError(
+                "HDETCallback cannot be used here: the schedule counts epochs, and the loader has "
+                'no length. Return a schedule in steps with "interval": "step".'
+            )
         steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         found["steps_per_epoch"] = steps * configs[0].frequency
     if trainer.ckpt_path or trainer.strategy.restore_checkpoint_after_setup:
