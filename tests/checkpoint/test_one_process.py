@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -179,6 +180,39 @@ def test_extra_and_the_loss_scale_come_back(tmp_path: Path) -> None:
     without = hdet.save_checkpoint(tmp_path, **loop.parts)
     with pytest.raises(ValueError, match="`scaler` must be None, for the checkpoint has no"):
         hdet.load_checkpoint(without, **loop.parts, scaler=fresh)
+
+
+def accelerated(model: nn.Module, optimizer: Any) -> Any:
+    return model, accelerate.Accelerator(cpu=True).prepare(optimizer)
+
+
+def in_fabric(model: nn.Module, optimizer: Any) -> Any:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    return fabric.setup(model, optimizer)
+
+
+def bare(model: nn.Module, optimizer: Any) -> Any:
+    return model, optimizer
+
+
+WRAPPERS = [bare, accelerated, in_fabric]
+
+
+@pytest.mark.parametrize("saver", WRAPPERS)
+@pytest.mark.parametrize("loader", WRAPPERS)
+def test_checkpoint_of_a_wrapped_run_loads_with_another_wrapper(
+    saver: Callable[..., Any], loader: Callable[..., Any], tmp_path: Path
+) -> None:
+    loop = Loop().steps(7)
+    model, optimizer = saver(loop.model, loop.optimizers[0])
+    assert (optimizer is loop.optimizers[0]) == (saver is bare)
+    path = hdet.save_checkpoint(
+        tmp_path, model=model, optimizer=optimizer, scheduler=loop.scheduler
+    )
+    other = Loop()
+    model, optimizer = loader(other.model, other.optimizers[0])
+    hdet.load_checkpoint(path, model=model, optimizer=optimizer, scheduler=other.scheduler)
+    assert other.everything() == loop.everything()
 
 
 def test_arguments_that_cannot_be_saved_are_refused_before_anything_is_written(

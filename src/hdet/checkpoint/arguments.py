@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from hdet.replicas.protocol import EngineOptimizer
 from hdet.scheduler.hdet import HDET
 from hdet.tensors.joined_optimizer import members_of
+from hdet.tensors.optimizers import unwrapped
 
 
 def check_arguments(name: str, path: Any, scheduler: Any) -> None:
@@ -28,7 +29,7 @@ def check_arguments(name: str, path: Any, scheduler: Any) -> None:
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """The optimizers of a run, each of which has parameters of its own.
+    """The optimizers of a run, each of which has parameters of its own, without wrappers.
 
     Raises:
         TypeError: The argument is something else.
@@ -37,7 +38,7 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     found = [member for one in given for member in members_of(one)]
     if not found or not all(map(_is_optimizer, found)):
         raise TypeError(f"`optimizer` must be an optimizer or a list of them, got {optimizer!r}.")
-    return found
+    return [unwrapped(one) for one in found]
 
 
 def _is_optimizer(value: Any) -> bool:

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""The names that torch.compile, activation checkpointing and FSDP1 add to parameter names."""
+WRAPPER_NAMES = (
+    "_orig_mod",  # of torch.compile
+    "_checkpoint_wrapped_module",  # of activation checkpointing
+    "_fsdp_wrapped_module",  # of FSDP1
+    "_forward_module",  # of Lightning Fabric
+)
+"""The names that wrappers add to parameter names."""
 
 
 def check_initialised(named: Mapping[str, Tensor]) -> None:
