@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hdet.integrations._replica_table import replica_table
 from tests.integrations.digits import BAD_LR, GOOD_LR
 from tests.integrations.features import (
     ACCUMULATES,
@@ -98,6 +99,28 @@ def test_table_shows_learning_rate_loss_and_score_of_every_replica(untouched: Fi
 def test_table_names_the_worker_that_failed(killed: Fits) -> None:
     folder, _ = killed
     assert "worker 1 failed: " in (folder / "tables.txt").read_text()
+
+
+@pytest.mark.integrations
+def test_table_has_one_line_for_a_replica_of_several_workers() -> None:
+    first = {
+        "hdet/step": 7,
+        "hdet/scouting": 0.0,
+        "hdet/lr/group0": 0.2,
+        "hdet/lr/group0/replica0": 0.1,
+        "hdet/lr/group0/replica1": 0.3,
+        "hdet/score/replica0": 1.5,
+        "hdet/score/replica1": 1.25,
+        "note": "text",
+    }
+    workers = [first | {"loss": float(rank), "hdet/replica": rank // 2} for rank in range(4)]
+    assert replica_table(workers).splitlines() == [
+        "step 7",
+        "replica  lr/group0  loss  cycle score",
+        "      0        0.1     0          1.5",
+        "      1        0.3     2         1.25",
+        "    all        0.2",
+    ]
 
 
 # Inside a run -----------------------------------------------------------------------------------
