@@ -182,6 +182,77 @@ def test_extra_and_the_loss_scale_come_back(tmp_path: Path) -> None:
         hdet.load_checkpoint(without, **loop.parts, scaler=fresh)
 
 
+class WithLossParameter(Loop):
+    """A loop whose loss has a parameter that only the optimizer knows."""
+
+    def __init__(self, size: int = 1, model: Any = "own") -> None:
+        self.model, self.ensemble = network(), None
+        self.weight = nn.Parameter(torch.full((size,), 0.5))
+        self.optimizers = [torch.optim.AdamW([*self.model.parameters(), self.weight], lr=0.01)]
+        self.scheduler = hdet.HDET(
+            OneCycleLR(self.optimizers[0], 0.01, total_steps=40),
+            model=self.model if model == "own" else model,
+            sync_every=5,
+            scout=None,
+            guard=hdet.Guard(),
+        )
+
+    def steps(self, num: int) -> "WithLossParameter":
+        for _ in range(num):
+            self.optimizers[0].zero_grad()
+            loss = loss_of(self.model, torch.randn(12, 3)) * (-self.weight).exp() + self.weight
+            loss.mean().backward()
+            self.optimizers[0].step()
+            self.scheduler.step(loss.detach().mean())
+        return self
+
+    def everything(self) -> list[Any]:
+        return [*super().everything(), self.weight.tolist()]
+
+
+def test_parameter_of_a_loss_is_saved_by_its_position(tmp_path: Path) -> None:
+    loop = WithLossParameter().steps(7)
+    saved = loop.weight.item()
+    path = hdet.save_checkpoint(tmp_path, **loop.parts)
+    theirs = loop.steps(9).everything()
+    assert loop.weight.item() != saved
+    other = WithLossParameter()
+    hdet.load_checkpoint(path, **other.parts)
+    assert other.weight.item() == saved
+    assert again(path, WithLossParameter, 9).everything() == theirs
+    assert_refused(path, Loop(), "must have the same parameter groups as the saved one")
+    assert_refused(path, WithLossParameter(2), r"has the shape \(2,\), and the saved one \(1,\)")
+
+
+def test_guard_of_a_loaded_run_restores_the_parameter_of_a_loss_too(tmp_path: Path) -> None:
+    loop = WithLossParameter().steps(10)
+    best = loop.weight.item()
+    loop.steps(3)
+    path = hdet.save_checkpoint(tmp_path, **loop.parts)
+    other = WithLossParameter()
+    hdet.load_checkpoint(path, **other.parts)
+    with other.scheduler.best_weights_shown() as step:
+        assert step == 10 and other.weight.item() == best
+    assert other.weight.item() == loop.weight.item() != best
+
+
+def test_model_that_is_not_the_one_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    loop, unknown = WithLossParameter().steps(1), WithLossParameter(model=None)
+    for parts, why in [
+        ({**loop.parts, "model": network()}, r"got 6 other.s., the first of shape \(8, 3\). Pass"),
+        (
+            {**loop.parts, "model": next(loop.model.children())},
+            r"got 4 other.s., the first of shape \(8,\). Pass",
+        ),
+        (
+            unknown.parts,
+            r"got 1 other.s., the first of shape \(1,\). Pass the whole model of the r",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=f"must hold parameters of `model`, {why}"):
+            hdet.save_checkpoint(tmp_path, **parts)
+
+
 def accelerated(model: nn.Module, optimizer: Any) -> Any:
     return model, accelerate.Accelerator(cpu=True).prepare(optimizer)
 

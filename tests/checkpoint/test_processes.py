@@ -108,6 +108,44 @@ def scenarios(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
+def run_with_loss_parameter() -> tuple[dict[str, Any], nn.Parameter]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 3).double())
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([*model.parameters(), weight], lr=0.02)
+    base = OneCycleLR(optimizer, 0.02, total_steps=40)
+    scheduler = hdet.HDET(base, model=model, scout=None, sync_every=5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}, weight
+
+
+def parameter_of_a_loss(rank: int, folder: str) -> list[float]:
+    """DDP does not average its gradient, so that it differs between processes in a cycle."""
+    parts, weight = run_with_loss_parameter()
+    for _ in range(3):
+        parts["optimizer"].zero_grad()
+        (
+            weight * (-1) ** rank + small_run.loss_of(parts["model"], small_run.batch(0, 0))
+        ).backward()
+        parts["optimizer"].step()
+        parts["scheduler"].step()
+    before = weight.item()
+    path = hdet.save_checkpoint(folder, **parts)
+    again, loaded = run_with_loss_parameter()
+    with torch.no_grad():
+        loaded.fill_(9.0)
+    hdet.load_checkpoint(path, **again)
+    return [before, weight.item(), loaded.item()]
+
+
+def test_parameter_of_a_loss_is_saved_as_the_mean_of_the_processes(
+    processes: Processes, tmp_path: Path
+) -> None:
+    first, second = processes(2, parameter_of_a_loss, str(tmp_path))
+    assert first[0] < 0 < second[0]
+    mean = (first[0] + second[0]) / 2
+    assert first[1:] == second[1:] == pytest.approx([mean, mean])
+
+
 @pytest.fixture(scope="module")
 def found(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return processes(2, scenarios, str(tmp_path_factory.mktemp("saved")))

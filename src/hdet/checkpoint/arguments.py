@@ -63,11 +63,12 @@ def check_belong_together(
     Raises:
         ValueError: They are not.
     """
-    own = [id(p) for one in optimizers for p in parameters_of(optimizer_of_one(one))]
-    if any(parameter not in known for parameter in own):
+    trained = [p for one in optimizers for p in parameters_of(optimizer_of_one(one))]
+    own = [id(parameter) for parameter in trained]
+    if others := [tuple(p.shape) for p in trained if id(p) not in known]:
         raise ValueError(
-            "`optimizer` must hold parameters of `model`, got others. DDP over tensor parallelism "
-            "hides them: save such a run yourself, after scheduler.converge()."
+            f"`optimizer` must hold parameters of `model`, got {len(others)} other(s), the first "
+            f"of shape {others[0]}. Pass the whole model of the run, here and as `model=` of HDET."
         )
     if len(set(own)) < len(own):
         raise ValueError("`optimizer` must be optimizers of different parameters, got one twice.")

@@ -101,8 +101,35 @@ class ModelPart(Part):
         set_model_state_dict(self._model, {**tensors, **(plain or {})})
 
 
+class BesidePart(Part):
+    """The parameters that optimizers have and the model lacks, such as those of a loss."""
+
+    name = "beside"
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def targets(self, plain: Any, saved: Saved) -> dict[str, Tensor]:
+        own = self.tensors()
+        for name, tensor in own.items():
+            size = saved[name].size if name in saved else None
+            if tensor.shape != size:
+                raise ValueError(
+                    f"`optimizer` must hold the parameters that were saved, but {name!r} has the "
+                    f"shape {tuple(tensor.shape)}, and the saved one {size and tuple(size)}."
+                )
+        return {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+
+    def load(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.tensors().items():
+            parameter.copy_(tensors[name])
+
+
 class OptimizerPart(Part):
-    """The settings and the state of an optimizer, under the names of the model's parameters."""
+    """The settings and the state of an optimizer, under the names of its parameters."""
 
     def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -265,15 +292,22 @@ def parts_of(
     if names := scheduler.unsaved_parameters():
         raise ValueError(
             f"parameters {names} exist once in each process as plain tensors, and a distributed "
-            "checkpoint would save only one of them. Make them DTensors."
+            "checkpoint would save only one of them. Make them DTensors, or put them into the "
+            "model. Where DDP over tensor parallelism hides them, save the run yourself, after "
+            "scheduler.converge()."
         )
+    lacked = scheduler.parameters_beside_model().items()
     known = {id(p): _unwrapped_name(model, name) for name, p in model.named_parameters()}
+    beside = {name: p for name, p in lacked if id(p) not in known}
+    known |= {id(p): name for name, p in beside.items()}
     check_belong_together(known, optimizers, scheduler)
     parts: list[Part] = [ModelPart(model)]
     for number, one in enumerate(optimizers):
         own = parameters_of(optimizer_of_one(one))
         name = "optimizer" if len(optimizers) == 1 else f"optimizer{number}"
         parts.append(OptimizerPart(name, one, {known[id(p)]: p for p in own}))
+    if beside:
+        parts.append(BesidePart(beside))
     if scheduler.outer is not None:
         pairs = scheduler.outer_parameters()
         outer = {known[id(own)]: theirs for own, theirs in pairs}

@@ -14,6 +14,7 @@ from hdet.control.knob_state import Sensitivity
 from hdet.knobs.param_groups import check_groups
 from hdet.scheduler import state
 from hdet.scheduler.run import Run
+from hdet.tensors.dtensor import layout
 from hdet.weights.inventory import ALL_KINDS, WEIGHTS
 
 
@@ -116,16 +117,31 @@ class RunReadings(LRScheduler):
         """
         return self._run.weights.averager.outer_parameters()
 
+    def parameters_beside_model(self) -> dict[str, Tensor]:
+        """Return the parameters of the optimizers that the model of the run lacks.
+
+        A loss may have such parameters.
+
+        Returns:
+            The parameters by their position in the optimizers. None where the run has no model.
+        """
+        self._run.weights.refresh()  # a forward of FSDP2 leaves whole parameters in the model
+        return {} if self._run.model is None else self._run.weights.beside_model()
+
     def unsaved_parameters(self) -> list[str]:
         """Return the parameters that a distributed checkpoint cannot save by itself.
 
-        Each exists once for all replicas and is a plain tensor. A distributed checkpoint takes
+        Each exists once in each process and is a plain tensor. A distributed checkpoint takes
         such tensors for copies of each other.
 
         Returns:
             The names of the parameters.
         """
-        return self._run.weights.unsaved()
+        unsaved = dict.fromkeys(self._run.weights.unsaved())
+        if self._run.replicas.parts > 1:  # the processes of a replica may have different ones
+            beside = self.parameters_beside_model().items()
+            unsaved |= dict.fromkeys(name for name, p in beside if layout(p) is None)
+        return list(unsaved)
 
     def keep_random_state(self) -> None:
         """Let a search that a checkpoint goes on with start with the random numbers of now."""

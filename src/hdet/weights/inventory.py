@@ -232,13 +232,17 @@ class ReplicaTensors:
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by its name in the model, or by its position in the optimizer."""
-        named = _named(self._parameter_slots)
-        known = {id(parameter) for parameter in named.values()}
-        for index, group in enumerate(self.optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    named[f"param_groups[{index}]['params'][{position}]"] = parameter
-        return named
+        return _named(self._parameter_slots) | self.beside_model()
+
+    def beside_model(self) -> dict[str, Tensor]:
+        """The parameters of the optimizer that the model lacks, by position."""
+        known = {*map(id, _present(self._parameter_slots))}
+        return {
+            f"param_groups[{index}]['params'][{position}]": parameter
+            for index, group in enumerate(self.optimizer.param_groups)
+            for position, parameter in enumerate(group["params"])
+            if id(parameter) not in known
+        }
 
     def buffers(self) -> dict[str, Tensor]:
         """The local shard of every buffer, by name."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -63,6 +63,10 @@ class ReplicaWeights:
     def unsaved(self) -> list[str]:
         """Names of parameters that exist once for all replicas and are no DTensor."""
         return [name for tensors in self._local for name in tensors.unsaved()]
+
+    def beside_model(self) -> dict[str, Tensor]:
+        """The parameters of a replica that its optimizer has and its model lacks, by position."""
+        return self._local[0].beside_model()
 
     def watch_updates(self) -> UpdateWatch | None:
         """Watch the next step for an optimizer that mixes replicas; None within one process."""
