@@ -28,9 +28,8 @@ class Classifier(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-    samples: Any = [{"x": x[index], "labels": y[index]} for index in torch.randperm(len(x))]
+    x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    samples: Any = [{"x": x[i].float() / 16, "labels": y[i]} for i in torch.randperm(len(x))]
     arguments = TrainingArguments(
         output_dir="runs/trainer",
         max_steps=2000,
@@ -53,7 +52,8 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
         print(f"learning rate {trainer.lr_scheduler.found_lr:.2g}, loss on test {loss:.3f}")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import hdet
 from tests.integrations import digits
 from tests.integrations.launch import launch
-from tests.integrations.transformers_runs import arguments_of, trainer_of
+from tests.integrations.transformers_runs import Rows, arguments_of, trainer_of
 
 HAS_AXOLOTL = find_spec("axolotl") is not None
 
@@ -117,13 +117,25 @@ def test_plugin_refuses_other_trainers(key: str, plugin: Any) -> None:
         plugin.get_trainer_cls(Config({key: "dpo"}))
 
 
+class Named(Rows):
+    column_names = ("x", "labels")
+    """axolotl asks for them."""
+
+
 def trains(folder: str) -> dict[str, Any]:
-    if not HAS_AXOLOTL:
+    of_arguments: Any = TrainingArguments
+    if HAS_AXOLOTL:
+        from axolotl.core import training_args
+
+        of_arguments = training_args.AxolotlTrainingArguments
+    else:
         install_interface()
     from hdet.integrations.axolotl import HDETPlugin
 
     kind = HDETPlugin().get_trainer_cls(Config(hdet={"scout": {"share": 0.3}}))
-    trainer = trainer_of(arguments_of(folder, max_steps=300), kind=kind, dataset_tags=["digits"])
+    args = arguments_of(folder, of_arguments, max_steps=300)
+    more: dict[str, Any] = {"train_dataset": Named(train=True), "dataset_tags": ["digits"]}
+    trainer = trainer_of(args, kind=kind, **more)
     trainer.train()
     found = {
         "loss": digits.held_out_loss(trainer.model.network),
@@ -135,6 +147,7 @@ def trains(folder: str) -> dict[str, Any]:
 
 @pytest.mark.integrations
 def test_trainer_of_the_plugin_finds_a_learning_rate(tmp_path: Path) -> None:
-    for found in launch("tests.integrations.test_axolotl:trains", folder=str(tmp_path)):
+    run, cpu = "tests.integrations.test_axolotl:trains", {"ACCELERATE_USE_CPU": "true"}
+    for found in launch(run, environment=cpu, folder=str(tmp_path)):  # as accelerate launch sets it
         assert found["lr"] > 100 * digits.BAD_LR
         assert found["loss"] < 0.3

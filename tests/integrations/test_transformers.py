@@ -154,6 +154,7 @@ def test_wrong_use_says_what_to_write(shown: list[dict[str, Any]]) -> None:
         "torchrun, or use StackedReplicas in your own loop",
         "Train with DDP, or use FSDP2",
         "torchrun --nproc-per-node 2",
+        "its options as hdet_options=",
         "Pass optimizers=(optimizer, hdet.HDET(base",
         "Pass scout=None to HDET, or use HDETTrainer",
         "save_strategy='steps' or 'epoch'",

@@ -54,9 +54,11 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"x": self.x[index], "labels": self.y[index]}
 
 
-def arguments_of(folder: str | Path, **more: Any) -> TrainingArguments:
+def arguments_of(
+    folder: str | Path, kind: Any = TrainingArguments, **more: Any
+) -> TrainingArguments:
     """Return the arguments of a trainer, which connect the processes."""
-    return TrainingArguments(
+    return kind(
         output_dir=str(folder),
         **{
             "learning_rate": digits.BAD_LR,
@@ -410,6 +412,7 @@ def refuses(folder: str) -> list[str]:
         message(lambda: trainer_of(arguments_of(folder), hdet_options=options)),
         message(lambda: trainer_of(arguments_of(folder, fsdp=True))),
         message(lambda: trainer_of(many)),
+        message(lambda: trainer_of(arguments_of(folder), optimizers=schedule_of(Classifier()))),
     ]
     best = {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps"}
     local = {"gradients": "local", "scout": hdet.Scout(share=0.9)}

@@ -17,12 +17,7 @@ with extra("transformers"):
 
 
 class WaitingSchedule:
-    """Stands for the scheduler until Trainer shows the wrapped model, and keeps a loaded state.
-
-    Args:
-        base: The schedule of the trainer.
-        num_steps: The optimizer steps of the run.
-    """
+    """Stands for the scheduler until Trainer shows the wrapped model, and keeps a loaded state."""
 
     def __init__(self, base: Any, num_steps: int) -> None:
         self.base, self.num_steps = base, num_steps
@@ -57,6 +52,11 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: With what to use instead.
     """
+    if isinstance(trainer.lr_scheduler, HDET):
+        raise ValueError(
+            "`optimizers` must hold a plain schedule, got hdet.HDET, which HDETTrainer makes "
+            "itself. Pass the schedule that it wraps, and its options as hdet_options={...}."
+        )
     if isinstance(options.get("replicas"), StackedReplicas):
         raise ValueError(
             "`replicas` cannot be StackedReplicas inside a trainer of Hugging Face, which computes "

@@ -51,6 +51,7 @@ class HDETMixin(_Base):
 
     hdet_options: Mapping[str, Any] = {}
     hold_out: int = 0
+    lr_scheduler: Any
 
     def __init__(
         self,
