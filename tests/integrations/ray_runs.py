@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
@@ -116,6 +116,7 @@ def train_once(
     save_at: tuple[int, ...] = (),
     die_at: tuple[int, ...] = (),
     report_every: int | None = None,
+    hold_out: int = 0,
 ) -> dict[str, Any]:
     """Train on the digits as a script of Ray Train does."""
     torch.manual_seed(train.get_context().get_world_rank())
@@ -129,6 +130,10 @@ def train_once(
         if (extra := run.resume()) is not None:
             start, resumed = extra["step"], run.scheduler.is_scouting
             _note(folder, f"resumed at {start}, scouting: {resumed}")
+    for index in range(hold_out):
+        x, y = tensors()
+        rows = slice(NUM_TRAINED + 16 * index, NUM_TRAINED + 16 * (index + 1))
+        cast(HDETRun, run).scheduler.hold_out(_loss_of, x[rows], y[rows])
     shown, lrs = None, []
     micro_batches = islice(batches(), start * accumulate, None)
     for step in range(start, steps):
@@ -173,6 +178,10 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         loader.sampler.set_epoch(epoch)
         yield from loader
         epoch += 1
+
+
+def _loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
 
 
 def _die_once(folder: Path, step: int, at: tuple[int, ...]) -> None:

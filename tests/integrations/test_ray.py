@@ -12,6 +12,7 @@ from tests.integrations.features import (
     CLIPS,
     EVALUATES,
     FINDS,
+    HOLDS_OUT,
     KILLED,
     LOGS,
     RESUMES,
@@ -128,19 +129,20 @@ def test_table_has_one_line_for_a_replica_of_several_workers() -> None:
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """Three runs: alike but for an evaluation, and one that accumulates and clips."""
+    """Two runs that differ in an evaluation, one that accumulates, and one that holds out."""
     return fit(
         tmp_path_factory.mktemp("variants"),
         {"steps": 150},
         {"steps": 150, "evaluate_at": 122},
         {"steps": 300, "accumulate": 2, "max_norm": 1.0},
+        {"steps": 300, "hold_out": 4},
     )
 
 
 @pytest.mark.integrations
 @pytest.mark.works("Ray Train", EVALUATES)
 def test_evaluation_shows_the_consensus_and_changes_nothing(variants: list[list[Any]]) -> None:
-    plain, evaluated, _ = variants
+    plain, evaluated, *_ = variants
     assert evaluated[0]["shown"] == evaluated[1]["shown"]
     assert evaluated[0]["digest"] == plain[0]["digest"]
 
@@ -151,7 +153,15 @@ def test_evaluation_shows_the_consensus_and_changes_nothing(variants: list[list[
 def test_accumulation_and_clipping_work_and_the_clock_counts_optimizer_steps(
     variants: list[list[Any]],
 ) -> None:
-    *_, (first, second) = variants
+    *_, (first, second), _ = variants
     assert first["steps"] == second["steps"] == 300
+    assert first["found"] > 30 * BAD_LR
+    assert first["loss"] < 0.3
+
+
+@pytest.mark.integrations
+@pytest.mark.works("Ray Train", HOLDS_OUT)
+def test_held_out_batches_compare_replicas(variants: list[list[Any]]) -> None:
+    *_, (first, _) = variants
     assert first["found"] > 30 * BAD_LR
     assert first["loss"] < 0.3
