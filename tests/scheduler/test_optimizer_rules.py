@@ -1,14 +1,18 @@
 """The optimizers of a run train all of its model, and nothing but its model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet
-from tests.processes import Processes, RemoteError
+from tests.processes import Processes, RemoteError, warns_on_first
 
 LEFT_OUT = "must belong to an optimizer of the run, got none for '{}'"
 
@@ -50,6 +54,25 @@ def test_parameters_of_the_loss_may_be_in_an_optimizer_without_being_in_the_mode
     model, temperature = net(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
     hdet.HDET(constant(optimizer), model=model, scout=None)
+
+
+def sharded_with_loss_parameter(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model, temperature = net(), nn.Parameter(torch.ones(1))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    replicas = hdet.ProcessReplicas(mesh["replicate"])
+    words = r"will refuse this run: the optimizer has 1 plain parameter.s. .* of shape \(1,\)"
+    with warns_on_first(rank, words):
+        scheduler = hdet.HDET(constant(optimizer), model=model, scout=None, replicas=replicas)
+    with pytest.raises(ValueError, match=r"\['params'\]\[6\].* exist once in each process"):
+        hdet.save_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def test_loss_parameter_beside_a_sharded_model_is_warned_of_since_it_cannot_be_saved(
+    processes: Processes, tmp_path: Path
+) -> None:
+    processes(2, sharded_with_loss_parameter, str(tmp_path))
 
 
 def test_model_that_the_optimizers_do_not_train_is_refused() -> None:

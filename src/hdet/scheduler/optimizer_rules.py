@@ -3,7 +3,12 @@
 from torch.optim import Adagrad
 
 from hdet.scheduler.rules import Rule, Setup
-from hdet.weights.coverage import count_text, optimizers_of_others, untrained_parameters
+from hdet.weights.coverage import (
+    count_text,
+    optimizers_of_others,
+    plain_parameters_beside,
+    untrained_parameters,
+)
 
 
 def _others(setup: Setup) -> list[str]:
@@ -15,6 +20,11 @@ def _others(setup: Setup) -> list[str]:
 def _untrained(setup: Setup) -> list[str]:
     """Return the names of the trainable parameters that no optimizer has."""
     return untrained_parameters(setup.network, setup.optimizers)
+
+
+def _beside(setup: Setup) -> list[tuple[int, ...]]:
+    """Return the shapes of the plain parameters that the model lacks."""
+    return plain_parameters_beside(setup.network, setup.optimizers)
 
 
 OPTIMIZER_RULES = (
@@ -46,6 +56,22 @@ OPTIMIZER_RULES = (
             f"for {count_text(_untrained(setup))}. Give the schedules of all optimizers in one "
             "HDET([...], model=model), or set requires_grad=False for what must not train."
         ),
+    ),
+    Rule(
+        name="parameters-beside-the-model",
+        limit=(
+            "Where a replica has several processes, `save_checkpoint` cannot save a plain "
+            "parameter that the model lacks, such as one of a loss."
+        ),
+        remedy="Put the parameter into the model, for example in an `nn.ModuleDict`.",
+        applies=lambda setup: setup.replicas.parts > 1 and bool(_beside(setup)),
+        message=lambda setup: (
+            f"save_checkpoint will refuse this run: the optimizer has {len(_beside(setup))} plain "
+            f"parameter(s) that `model` lacks, the first of shape {_beside(setup)[0]}, and each "
+            "process of a replica may have its own. Put them into the model, for example in an "
+            "nn.ModuleDict."
+        ),
+        is_warning=True,
     ),
     Rule(
         name="adagrad-reset",

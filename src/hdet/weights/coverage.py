@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet.tensors.dtensor import sharded_modules
+from hdet.tensors.dtensor import layout, sharded_modules
 from hdet.tensors.joined_optimizer import parameter_ids
 
 NUM_NAMED = 3
@@ -33,6 +33,20 @@ def optimizers_of_others(
         return []
     known = {id(parameter) for parameter in _resharded(model).parameters()}
     return [optimizer for optimizer in optimizers if not known & parameter_ids(optimizer)]
+
+
+def plain_parameters_beside(
+    model: nn.Module | None, optimizers: Sequence[Optimizer]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters that optimizers have, the model lacks, and are whole.
+
+    Without a model there are none.
+    """
+    if model is None:
+        return []
+    known = {id(parameter) for parameter in _resharded(model).parameters()}
+    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    return [tuple(p.shape) for p in trained if id(p) not in known and layout(p) is None]
 
 
 def count_text(names: Sequence[str]) -> str:
