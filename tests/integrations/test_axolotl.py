@@ -63,21 +63,21 @@ class Config(dict[str, Any]):
         return None
 
 
-def install_interface() -> None:
-    """Put the stated interface in the place of axolotl."""
-    classes = {"axolotl.integrations.base": BasePlugin, "axolotl.core.trainers": AxolotlTrainer}
-    for name, found in classes.items():
-        parts = name.split(".")
-        for length in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:length]), ModuleType(parts[length - 1]))
-        setattr(sys.modules[name], found.__name__, found)
+def interface() -> dict[str, ModuleType]:
+    """Return modules with the stated interface, by their names; none where axolotl is there."""
+    if HAS_AXOLOTL:
+        return {}
+    names = ("axolotl", "axolotl.integrations", "axolotl.integrations.base", "axolotl.core")
+    modules: dict[str, Any] = {n: ModuleType(n) for n in (*names, "axolotl.core.trainers")}
+    modules["axolotl.integrations.base"].BasePlugin = BasePlugin
+    modules["axolotl.core.trainers"].AxolotlTrainer = AxolotlTrainer
+    return modules
 
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    if not HAS_AXOLOTL:
-        install_interface()
+    for name, module in interface().items():
+        monkeypatch.setitem(sys.modules, name, module)
     from hdet.integrations.axolotl import HDETPlugin
 
     return HDETPlugin()
@@ -122,14 +122,22 @@ class Named(Rows):
     """axolotl asks for them."""
 
 
+@pytest.mark.skipif(HAS_AXOLOTL, reason="axolotl is installed")
+@pytest.mark.integrations
+def test_plugin_without_axolotl_says_what_to_install() -> None:
+    from hdet.integrations.axolotl import HDETPlugin
+
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hdet\[axolotl\]'"):
+        HDETPlugin().get_trainer_cls(Config())
+
+
 def trains(folder: str) -> dict[str, Any]:
     of_arguments: Any = TrainingArguments
     if HAS_AXOLOTL:
         from axolotl.core import training_args
 
         of_arguments = training_args.AxolotlTrainingArguments
-    else:
-        install_interface()
+    sys.modules.update(interface())
     from hdet.integrations.axolotl import HDETPlugin
 
     kind = HDETPlugin().get_trainer_cls(Config(hdet={"scout": {"share": 0.3}}))

@@ -12,8 +12,12 @@ from hdet.integrations.transformers import HDETMixin
 from hdet.lr_search.scout import Scout
 
 with extra("axolotl"):
-    from axolotl.integrations.base import BasePlugin
     from pydantic import BaseModel
+
+try:
+    from axolotl.integrations.base import BasePlugin
+except ModuleNotFoundError:  # axolotl loads plugins, so it is there; tools read the module without
+    BasePlugin = object
 
 OTHER_TRAINERS = ("rl", "reward_model", "process_reward_model", "trainer_cls")
 """Keys of axolotl with which it would train with another class."""
@@ -58,6 +62,7 @@ class HDETPlugin(BasePlugin):
 
         Raises:
             ValueError: If axolotl would train with another class.
+            ModuleNotFoundError: If axolotl is not installed.
         """
         if asked := [key for key in OTHER_TRAINERS if cfg.get(key)]:
             raise ValueError(
@@ -65,7 +70,8 @@ class HDETPlugin(BasePlugin):
                 "configuration. Remove the plugin, or subclass that trainer with "
                 "hdet.integrations.transformers.HDETMixin."
             )
-        from axolotl.core.trainers import AxolotlTrainer  # imports plugins by itself
+        with extra("axolotl"):
+            from axolotl.core.trainers import AxolotlTrainer  # it takes long to import
 
         members = {
             "hdet_options": options_of(cfg.get("hdet") or {}),
