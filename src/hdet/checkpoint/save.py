@@ -54,7 +54,8 @@ def save_checkpoint(
     leaves a temporary folder, which the next save removes.
 
     It saves model, optimizers, scheduler, outer optimizer, loss scale and the random states of
-    every process. `extra` is for what else the loop needs.
+    every process. Parameters that only the optimizer has, such as one of a loss, are saved too.
+    `extra` is for what else the loop needs.
 
     Args:
         folder: The folder of the run's checkpoints, on a disk that all processes share. It needs
@@ -72,8 +73,8 @@ def save_checkpoint(
 
     Raises:
         TypeError: An argument has the wrong type, or cannot be saved.
-        ValueError: The optimizer has parameters that are not the model's, or plain tensors exist
-            once in each process.
+        ValueError: The model is not that of the optimizer, or plain tensors exist once in each
+            process.
         OSError: A process could not write, or does not share the folder. It is raised on all
             processes, and the earlier checkpoints are as they were.
 
