@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.processes import run_program
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,6 +56,9 @@ def main(folder: str, function: str, arguments: str) -> None:
     """What each process does."""
     module, _, name = function.partition(":")
     answer = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    if dist.is_initialized():  # gloo may abort a process that leaves while another still works
+        dist.barrier()
+        dist.destroy_process_group()
     (Path(folder) / os.environ["RANK"]).write_text(json.dumps(answer))
 
 

@@ -4,14 +4,12 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -37,22 +35,6 @@ SCOUT = hdet.Scout(share=0.25)
 """Room for a usual search in a run of a few hundred steps."""
 FULL = StateDictOptions(full_state_dict=True)
 Batch = tuple[Tensor, Tensor]
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def leaving_together(run: Callable[P, R]) -> Callable[P, R]:
-    """Let no process leave while another one still works."""
-
-    @wraps(run)
-    def and_leave(*args: P.args, **named: P.kwargs) -> R:
-        answer = run(*args, **named)
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        return answer
-
-    return and_leave
 
 
 class Batches:
@@ -177,7 +159,6 @@ class Watch(Callback):
             self.largest_norm = max(self.largest_norm, norm)
 
 
-@leaving_together
 def three_ways(epochs: int) -> dict[str, Any]:
     """Train without hdet at a bad and at a good learning rate, and with hdet at the bad one."""
     callback = HDETCallback(scout=SCOUT)
@@ -198,7 +179,6 @@ EXPLORING: dict[str, Any] = {"spread": 0.5, "sync_every": 20, "scout": None}
 """Replicas with learning rates of their own, which differ in mid-cycle."""
 
 
-@leaving_together
 def accumulating(folder: str, steps: int) -> dict[str, Any]:
     """Accumulate two micro-batches and clip, at a learning rate that is far too low."""
     events, watch = Events(), Watch()
@@ -224,7 +204,6 @@ def accumulating(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-@leaving_together
 def validating(folder: str) -> dict[str, Any]:
     """Validate in the middle of cycles, and log; the same run without both."""
     plain, watch = HDETCallback(**EXPLORING), Watch()
@@ -253,7 +232,6 @@ def validating(folder: str) -> dict[str, Any]:
     }
 
 
-@leaving_together
 def saving(folder: str, steps: Sequence[int], hold_out: int) -> dict[str, Any]:
     """Save with ModelCheckpoint, and resume from the checkpoints of these steps."""
 
@@ -291,7 +269,6 @@ class Sharded(Digits):
         fully_shard(self.network, mesh=self.mesh)
 
 
-@leaving_together
 def sharded(folder: str) -> dict[str, Any]:
     """Train under FSDP2, save after the scout, and resume."""
 
@@ -326,7 +303,6 @@ class Kept(Digits):
         self.after[self.trainer.global_step] = digits.digest(self.network)
 
 
-@leaving_together
 def keeping(folder: str) -> dict[str, Any]:
     """Keep the best model and the weights alone, and stop early, with replicas that differ."""
     module, callback = Kept(digits.GOOD_LR), HDETCallback(**EXPLORING)
@@ -380,7 +356,6 @@ class HalfDigits(Digits):
         return nn.functional.cross_entropy(self.network(x).half().float(), y)
 
 
-@leaving_together
 def scaling(steps: int) -> dict[str, Any]:
     """Train with a loss scale that is too high at first, so that steps are skipped."""
     events, scaler = Events(), torch.amp.GradScaler("cpu", init_scale=2.0**24)
@@ -405,7 +380,6 @@ class Misused(Digits):
         return [found["optimizer"]], [hdet.HDET(found["lr_scheduler"]["scheduler"], model=self)]
 
 
-@leaving_together
 def misused() -> list[str]:
     """Return the warnings of a run that gives hdet the module itself, and steps by epoch."""
     with warnings.catch_warnings(record=True) as seen:
@@ -427,7 +401,6 @@ def fabric_block() -> str:
     return block
 
 
-@leaving_together
 def fabric(folder: str, epochs: int) -> dict[str, Any]:
     """Run what the page shows, and load what it has saved."""
     os.chdir(folder)
@@ -467,7 +440,6 @@ class Stopped(Digits):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@leaving_together
 def stopped(folder: str) -> dict[str, Any]:
     """Return what a run that was stopped has saved, and what it has become."""
     found = {}
@@ -493,7 +465,6 @@ def stopped(folder: str) -> dict[str, Any]:
     return found
 
 
-@leaving_together
 def alone(steps: int) -> dict[str, Any]:
     """Train in a single process, which tries one learning rate after the other."""
     callback = HDETCallback(scout=hdet.Scout(share=0.5))
@@ -513,7 +484,6 @@ class Adapted(Digits):
         self.network = get_peft_model(digits.network(), config)
 
 
-@leaving_together
 def adapting(epochs: int) -> dict[str, Any]:
     """Train adapters without hdet at two learning rates, and with hdet at the bad one."""
     found = {}
