@@ -197,6 +197,8 @@ def test_process_that_waits_alone_logs_who_is_missing_and_goes_on_when_it_comes(
 
 
 def reach_the_timeout(rank: int, path: str) -> tuple[Any, ...]:
+    store().set(f"connected {rank}", "")
+    store().wait(["connected 0", "connected 1"])  # the other one may still be connecting
     dist.destroy_process_group()
     seconds = timedelta(seconds=1234)
     dist.init_process_group(
