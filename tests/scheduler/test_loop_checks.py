@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import hdet
 from hdet.scheduler.loop_checks import MANY_STEPS
+from tests.processes import Processes
 from tests.small_run import SmallRun, batch, loss_of
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -215,6 +217,36 @@ def test_a_scout_without_losses_says_after_its_first_round_that_the_guard_is_ina
             run.backward(step)
             run.optimizer.step()
             run.scheduler.step()
+
+
+def gather_losses(rank: int, is_gathered: bool) -> list[str]:
+    """Search in two processes, with the loss of each or with their mean."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    base = LambdaLR(optimizer, lambda _: 1.0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        scout = hdet.Scout(steps=4)
+        scheduler = hdet.HDET(base, model=model, total_steps=4000, scout=scout, guard=None)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step, rank).float())
+            loss.backward()
+            optimizer.step()
+            given = loss.detach()
+            if is_gathered:
+                dist.all_reduce(given)
+            scheduler.step(given)
+    return [str(one.message) for one in seen]
+
+
+def test_a_scout_that_gets_gathered_losses_says_that_it_compares_nothing(
+    processes: Processes,
+) -> None:
+    gathered = " ".join(processes(2, gather_losses, True)[0])
+    assert "the losses of all replicas are equal" in gathered
+    assert "equal" not in " ".join(processes(2, gather_losses, False)[0])
 
 
 class Activation(torch.autograd.Function):

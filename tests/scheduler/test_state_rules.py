@@ -264,3 +264,18 @@ def test_sound_states_of_a_search_are_taken() -> None:
             again = started(cosine, **OPTIONS)
             again.scheduler.load_state_dict(state)
             assert again.scheduler.last_epoch == run.scheduler.last_epoch
+
+
+def test_state_of_a_plain_schedule_says_that_the_run_goes_on_without_a_scout() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4000)
+    for _ in range(3):
+        optimizer.step()
+        plain.step()
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    base = torch.optim.lr_scheduler.OneCycleLR(fresh, 0.1, total_steps=4000)
+    scheduler = hdet.HDET(base, model=model)
+    with pytest.warns(UserWarning, match=r"a plain schedule at step 3, .* Call `scout_again\(\)`"):
+        scheduler.load_state_dict(plain.state_dict())
+    assert not scheduler.is_scouting

@@ -303,10 +303,16 @@ class HDET(OpenedRun):
             ValueError: If the state belongs to another schedule or to other knobs, or if a field
                 has the wrong type or range. Nothing is changed then.
         """
-        saved = self.check_state_dict(state_dict)
+        saved, was_scouting = self.check_state_dict(state_dict), self.is_scouting
         self._opened_at = None
         with self._run.collective_call("`load_state_dict()`"):
             self._run.load_progress(saved)
             self._phases.resume(saved)
         self._run.rates.write(everything=True)
         self._run.log.write(ResumeEvent(step=self._run.progress.step))
+        if was_scouting and "hdet" not in state_dict and not self.is_scouting:
+            self._run.log.warn(
+                f"the state is that of a plain schedule at step {self._run.progress.step}, so the "
+                "run goes on with the given learning rate. Call `scout_again()` to search for "
+                "another one."
+            )

@@ -4,6 +4,7 @@ A learning rate that the loop writes is an error. A loop that does not call `ste
 optimizer step gets a warning, because the schedule, the scout and the cycles count those steps.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -146,6 +147,18 @@ def warn_without_losses(run: Run, report: CycleReport) -> None:
             "guard",
             "the guard is inactive, so the run is not protected from divergence: no loss was "
             f"observed up to step {run.progress.step}. Call `scheduler.step(loss)`.",
+        )
+
+
+def warn_of_equal_losses(run: Run, report: CycleReport) -> None:
+    """Warn at the end of a round of the scout that all replicas gave the same loss."""
+    first = report.losses[0]
+    if len(report.losses) > 1 and first and math.isfinite(first) and len({*report.losses}) == 1:
+        run.log.warn_once(
+            "equal losses",
+            "the losses of all replicas are equal, though their learning rates are not, so the "
+            "scout compares nothing. Give each replica's own loss to `step(loss)`, and not a mean "
+            "over all processes.",
         )
 
 

@@ -14,7 +14,7 @@ from hdet.lr_search.trigger import SearchTrigger, trigger_of_state
 from hdet.records.events import GuardEvent
 from hdet.replicas.protocol import records_calls
 from hdet.scheduler.compatibility import why_no_scout
-from hdet.scheduler.loop_checks import warn_without_losses
+from hdet.scheduler.loop_checks import warn_of_equal_losses, warn_without_losses
 from hdet.scheduler.mixing_optimizer import find_mixed, give_up_mixed
 from hdet.scheduler.run import Run
 from hdet.scheduler.search_result import (
@@ -260,6 +260,7 @@ class SearchPhase:
             report = self._score_round(trial)
             if report.scores is None:
                 report.require_losses(step)
+                warn_of_equal_losses(run, report)
             warn_without_losses(run, report)
             points = trial.points(report)
             # A learning rate that is low enough does not diverge without warning: a batch did it.
