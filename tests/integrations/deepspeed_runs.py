@@ -234,6 +234,14 @@ def refuses() -> list[str]:
         except ValueError as error:
             said.append(str(error))
     training = Training(digits.GOOD_LR, END, scout=None)
+    loaded = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(digits.network().parameters()))
+    loaded.load_state_dict(training.scheduler.state_dict())  # as DeepSpeed does before attach_hdet
+    bases: list[Any] = [None, object(), loaded]
+    for base in bases:
+        try:
+            attach_hdet(training.engine, base)
+        except ValueError as error:
+            said.append(str(error))
     x, y = training.batch(0)
     training.engine.backward(nn.functional.cross_entropy(training.engine(x), y))
     try:

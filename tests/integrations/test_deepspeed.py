@@ -108,8 +108,11 @@ def test_deepspeed_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]
 @pytest.mark.works("DeepSpeed", ZERO + REFUSED)
 def test_deepspeed_engines_that_split_or_copy_weights_are_refused() -> None:
     for said in launch(f"{RUNS}:refuses"):
-        assert len(said) == 5
+        assert len(said) == 8
         for stage in (1, 2, 3):
             assert f"it has ZeRO stage {stage}. ZeRO splits the optimizer" in said[stage - 1]
         assert '"torch_autocast" instead' in said[3]
-        assert said[4].startswith("a step of hdet failed: `loss` must be")
+        assert "Call attach_hdet once" in said[4]
+        assert 'Leave "scheduler" out of the config of DeepSpeed' in said[5]
+        assert "Call attach_hdet before `engine.load_checkpoint`" in said[6]
+        assert said[7].startswith("a step of hdet failed: `loss` must be")

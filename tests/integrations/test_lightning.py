@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 
 import hdet
+from hdet.integrations._lightning_refusals import check_fit
 from hdet.integrations.lightning import HDETCallback
 from tests.integrations import digits
 from tests.integrations.features import (
@@ -426,6 +427,21 @@ def test_schedule_by_epoch_needs_a_loader_with_a_length() -> None:
 def test_weight_averaging_of_lightning_is_refused() -> None:
     with pytest.raises(ValueError, match="StochasticWeightAveraging replaces the schedule"):
         fit(scheduled(), HDETCallback(), StochasticWeightAveraging(0.1))
+    with pytest.raises(ValueError, match="WeightAveraging takes in what the scout tries"):
+        fit(scheduled(), HDETCallback(), EMAWeightAveraging())
+
+
+@pytest.mark.integrations
+def test_trainer_of_another_package_is_refused_with_what_to_import() -> None:
+    """As of pytorch_lightning, whose classes are copies of those of lightning."""
+    with pytest.raises(TypeError, match=r"got a builtins\.object\. Import both"):
+        check_fit(object(), scheduled(), None)
+
+
+@pytest.mark.integrations
+def test_second_callback_is_refused() -> None:
+    with pytest.raises(ValueError, match="the trainer has two of it"):
+        fit(scheduled(), HDETCallback(), HDETCallback())
 
 
 @pytest.mark.integrations

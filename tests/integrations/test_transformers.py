@@ -158,6 +158,9 @@ def test_wrong_use_says_what_to_write(shown: list[dict[str, Any]]) -> None:
         "Pass optimizers=(optimizer, hdet.HDET(base",
         "Pass scout=None to HDET, or use HDETTrainer",
         "save_strategy='steps' or 'epoch'",
+        "must not be a callback of HDETTrainer. Leave it out",
+        "Pass eval_dataset to the trainer",
+        "class Late(HDETMixin, Trainer)",
     )
     for said, remedy in zip(shown[0]["refuses"], expected, strict=True):
         assert remedy in said

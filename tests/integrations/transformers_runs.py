@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hdet
-from hdet.integrations.transformers import HDETCallback, HDETTrainer
+from hdet.integrations.transformers import HDETCallback, HDETMixin, HDETTrainer
 from tests.integrations import digits
 
 BATCH = 16
@@ -427,6 +427,12 @@ def refuses(folder: str) -> list[str]:
             args, callbacks=[HDETCallback()], optimizers=pair(more["model"]), **more
         )
         said.append(message(trainer.train))
+    args = arguments_of(folder, max_steps=400)
+    said.append(message(trainer_of(args, callbacks=[HDETCallback()]).train))
+    searching = {"scout": hdet.Scout(share=0.9)}
+    told = trainer_of(args, eval_dataset=None, hold_out=2, hdet_options=searching)
+    said.append(message(told.train))
+    said.append(message(lambda: type("Late", (Trainer, HDETMixin), {})))
     return said
 
 

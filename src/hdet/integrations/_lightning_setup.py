@@ -13,13 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from hdet.integrations._extras import extra
+from hdet.integrations._lightning_refusals import check_fit
 from hdet.scheduler.hdet import HDET
 
 with extra("lightning"):
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-    from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
@@ -37,10 +35,9 @@ def take_over(trainer: Trainer, module: LightningModule, options: Mapping[str, A
 
     Raises:
         ValueError: If hdet cannot work here, with what to write instead.
+        TypeError: If the trainer or the module is of the package pytorch_lightning.
     """
-    problem = _problem_of(trainer, module, options.get("replicas"))
-    if problem:
-        raise ValueError(f"HDETCallback cannot be used here: {problem}.")
+    check_fit(trainer, module, options.get("replicas"))
     found = {**options, "scaler": getattr(trainer.precision_plugin, "scaler", None)}
     if callable(found.get("replicas")):
         found["replicas"] = found["replicas"](module)
@@ -102,46 +99,3 @@ def _loss_of(module: LightningModule, batch: Any) -> Tensor:
 
 def _log_nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _problem_of(trainer: Trainer, module: LightningModule, replicas: Any) -> str:
-    """Return why hdet cannot work here, and what to write instead; empty if it can."""
-    if not module.automatic_optimization:
-        return (
-            "with manual optimization, as for several optimizers, only the module knows its steps. "
-            "Make hdet.HDET in its `on_fit_start`, and call `step(loss)` after each of them"
-        )
-    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
-        return (
-            f"{type(trainer.strategy).__name__} keeps parameters in a form of its own. Use "
-            'strategy="ddp", or ModelParallelStrategy with fully_shard'
-        )
-    if len(getattr(replicas, "local", ())) > 1:
-        return (
-            "`training_step` returns one loss, and `StackedReplicas` needs one for each replica. "
-            "Start several processes, or write the loop yourself, as in examples/one_device.py"
-        )
-    if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):
-        return "StochasticWeightAveraging replaces the schedule in mid-run. Leave it out"
-    if is_overridden("lr_scheduler_step", module):
-        return "the module overrides `lr_scheduler_step`. Leave that method out"
-    configs = trainer.lr_scheduler_configs
-    if len(configs) > 1:
-        return f"it needs one schedule, got {len(configs)}. Join them in a ChainedScheduler"
-    return _problem_of_schedule(configs[0]) if configs else ""
-
-
-def _problem_of_schedule(config: LRSchedulerConfig) -> str:
-    schedule, name = config.scheduler, type(config.scheduler).__name__
-    if isinstance(schedule, HDET):
-        return (
-            "`configure_optimizers` returned an HDET. Return the schedule inside of it, and give "
-            "the options to HDETCallback"
-        )
-    if config.reduce_on_plateau:
-        return f"{name} waits for a metric of the module. Use a schedule that counts steps"
-    if config.interval == "epoch" and hasattr(schedule, "total_steps"):
-        return f'{name} counts steps. Return {{"scheduler": schedule, "interval": "step"}} for it'
-    if config.interval == "step" and config.frequency != 1:
-        return f'with "interval": "step", "frequency" must be 1, got {config.frequency}'
-    return ""

@@ -102,6 +102,8 @@ def _hold_out(trainer: Any, scheduler: HDET) -> None:
             loss: Tensor = trainer.compute_loss(model, dict(inputs))
         return loss
 
+    if trainer.eval_dataset is None:
+        raise ValueError("`hold_out` needs evaluation data. Pass eval_dataset to the trainer.")
     for batch in islice(trainer.get_eval_dataloader(), trainer.hold_out):
         scheduler.hold_out(loss_of, dict(batch))
 

@@ -7,10 +7,13 @@ It uses no private name of DeepSpeed. It replaces two methods of the engine, whi
   In the scout, one learning rate that is too high would then stop the others.
 """
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.integrations._extras import extra
 from hdet.replicas.process import ProcessReplicas
@@ -80,6 +83,8 @@ def attach_hdet(engine: DeepSpeedEngine, base: Base | None = None, **options: An
             "`lr_scheduler`, got None."
         )
 
+    _check_base(base)
+
     def share_gradients(shared: bool) -> None:
         engine.enable_backward_allreduce = shared
 
@@ -105,6 +110,29 @@ def _replace_methods(engine: DeepSpeedEngine, scheduler: HDET) -> None:
 
     engine.save_checkpoint = converge_and_save
     engine.clip_fp32_gradients = clip_own_gradients
+
+
+def _check_base(base: Any) -> None:
+    """Refuse a schedule of which DeepSpeed has made something else.
+
+    Raises:
+        ValueError: With what to write instead.
+    """
+    if isinstance(base, HDET):
+        raise ValueError(
+            "`base` must be a plain torch schedule, got an HDET. Call attach_hdet once, and give "
+            "`deepspeed.initialize` the schedule inside of it."
+        )
+    if not isinstance(base, (LRScheduler, Optimizer)) and not isinstance(base, Sequence):
+        raise ValueError(
+            f"`base` must be a plain torch schedule, got {type(base).__name__}. Leave "
+            '"scheduler" out of the config of DeepSpeed, and pass lr_scheduler= of torch.'
+        )
+    if isinstance(base, LRScheduler) and not callable(base.step):
+        raise ValueError(
+            "`base` has loaded a checkpoint of hdet, which replaced its method `step`. Call "
+            "attach_hdet before `engine.load_checkpoint`."
+        )
 
 
 def _problem_of(engine: DeepSpeedEngine) -> str | None:

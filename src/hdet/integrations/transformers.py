@@ -51,6 +51,17 @@ class HDETMixin(_Base):
 
     hdet_options: Mapping[str, Any] = {}
     hold_out: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class in which a trainer comes first: the mixin would do nothing."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(HDETMixin):
+            raise TypeError(
+                "`HDETMixin` must come before the trainer, as in class "
+                f"{cls.__name__}(HDETMixin, {cls.__bases__[0].__name__})."
+            )
+
     lr_scheduler: Any
 
     def __init__(

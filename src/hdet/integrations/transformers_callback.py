@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.integrations._trainer_losses import num_items
-from hdet.integrations._trainer_run import RunEvents
+from hdet.integrations._trainer_run import RunEvents, WaitingSchedule
 from hdet.scheduler.hdet import HDET
 
 
@@ -51,6 +51,8 @@ class HDETCallback(RunEvents):
                 the best model.
         """
         scheduler = said["lr_scheduler"]
+        if isinstance(scheduler, WaitingSchedule):
+            raise TypeError("`HDETCallback` must not be a callback of HDETTrainer. Leave it out.")
         if not isinstance(scheduler, HDET):
             raise TypeError(
                 "`HDETCallback` needs hdet.HDET as the schedule of the trainer, got "
