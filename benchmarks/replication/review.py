@@ -39,7 +39,7 @@ from benchmarks.replication.ranker import (
     train_replicas,
 )
 from benchmarks.replication.script import Job, Tables, parse, path_of, show, worker
-from benchmarks.result_file import RESULTS, read_result, write_result
+from benchmarks.result_file import RESULTS, plain_json, read_result, write_result
 from benchmarks.zoo.models import GPT
 from benchmarks.zoo.runs import run_stacked
 from benchmarks.zoo.small.catalogue import TASKS
@@ -443,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         others = [row for row in rows if not any(names(job, row) for job in jobs)]
 
         def keep(now: Sequence[Row]) -> None:
-            every = [*others, *now]
+            every = plain_json([*others, *now])  # as the file has them
             write_result(
                 path,
                 headline=headline(every),

@@ -29,7 +29,7 @@ from benchmarks.replication.ranker import (
     train,
 )
 from benchmarks.replication.script import TABLE1, Job, parse, path_of, show, worker
-from benchmarks.result_file import read_result, write_result
+from benchmarks.result_file import plain_json, read_result, write_result
 
 GRID = tuple(5e-4 * 2**k for k in range(8))
 GRID_SEEDS = (100, 101, 102)
@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     grid: list[Row] = list(kept.get("grid", []))
     rows: list[Row] = list(kept.get("rows", []))
 
-    def write(grid: Sequence[Row], rows: Sequence[Row]) -> None:
+    def write(grid: Sequence[Row], made: Sequence[Row]) -> None:
+        rows = plain_json(made)  # as the file has them, so that the headline follows from it
         names = dict.fromkeys(row["task"] for row in rows)
         write_result(
             path,

@@ -33,7 +33,7 @@ from benchmarks.replication.tails import (
     greedy_soup,
     whole,
 )
-from benchmarks.result_file import RESULTS, read_result, write_result
+from benchmarks.result_file import RESULTS, plain_json, read_result, write_result
 
 PATH = RESULTS / "replication_tail.json"
 GRID_SEEDS = (100, 101, 102)
@@ -244,7 +244,7 @@ class Work:
         others = [row for row in self.rows if not any(names(job, row) for job in jobs)]
 
         def keep(now: Sequence[Row]) -> None:
-            self.rows = [*others, *now]
+            self.rows = plain_json([*others, *now])  # as the file has them
             self._write()
 
         made = self._run(jobs, known=self.rows, keep=keep)

@@ -45,6 +45,7 @@ from benchmarks.zoo import (
     zoo_rounds,
     zoo_sizes,
 )
+from tests.integrations import __main__ as integrations
 
 Result = dict[str, Any]
 
@@ -105,6 +106,7 @@ HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "curves": lambda results: curves.headline(results["cases"]),
     "explosion": lambda results: explosion.headline(results["cases"]),
     "groups": of_groups,
+    "integrations": lambda results: integrations.headline(results["rows"]),
     "held_out_ddp": lambda results: held_out_ddp.headline(results["rows"]),
     "hosts": lambda results: hosts.headline(results["cases"]),
     "knobs": of_knobs,

@@ -61,12 +61,16 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
     }
     write_result(
         RESULTS / "integrations.json",
-        headline={"frameworks": len({row["with"] for row in rows}), "shown": len(rows)},
+        headline=headline(rows),
         settings={"packages": installed()},
         seeds=[],
         tables=tables,
         rows=rows,
     )
+
+
+def headline(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    return {"frameworks": len({row["with"] for row in rows}), "shown": len(rows)}
 
 
 def installed() -> dict[str, str]:
