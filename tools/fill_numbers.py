@@ -202,6 +202,8 @@ def script_of(path: Path) -> str | None:
     """The benchmark or the folder of tests that writes a result file."""
     name = path.name.split(".")[0]
     found = sorted((ROOT / "benchmarks").glob(f"*/{name}.py"))
+    folder, _, script = name.partition("_")  # as replication_table1
+    found += (ROOT / "benchmarks" / folder).glob(f"{script}.py")
     found += (ROOT / "tests").glob(f"{name}/__main__.py")
     return str(found[0].relative_to(ROOT)) if found else None
 
