@@ -30,7 +30,7 @@ def work_through(
     Returns:
         All rows of the jobs, in their order.
     """
-    rows = {_key(job, job): dict(row) for row in known for job in jobs if _names(job, row)}
+    rows = {_key(job, job): dict(row) for row in known for job in jobs if is_row_of(job, row)}
     missing = [job for job in jobs if _key(job, job) not in rows]
     begun = time.monotonic()
 
@@ -68,7 +68,8 @@ def _key(job: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{v:.6g}" if isinstance(v, float) else f"{v}" for v in values)
 
 
-def _names(job: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+def is_row_of(job: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a row is that of a job, also as its file has it."""
     return all(name in row for name in job) and _key(job, row) == _key(job, job)
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks.replication import quadratics
-from benchmarks.replication.jobs import Row
+from benchmarks.replication.jobs import Row, is_row_of
 from benchmarks.replication.ranker import (
     NUM_REPLICAS,
     SMOKE_STEPS,
@@ -38,7 +38,17 @@ from benchmarks.replication.ranker import (
     train_plain,
     train_replicas,
 )
-from benchmarks.replication.script import Job, Tables, parse, path_of, show, worker
+from benchmarks.replication.script import (
+    Job,
+    Tables,
+    change,
+    finite,
+    mean_and_error,
+    parse,
+    path_of,
+    show,
+    worker,
+)
 from benchmarks.result_file import RESULTS, plain_json, read_result, write_result
 from benchmarks.zoo.models import GPT
 from benchmarks.zoo.runs import run_stacked
@@ -292,10 +302,6 @@ def run(job: Job, *, folder: str | None) -> Row:
 # What runs come to ------------------------------------------------------------------------------
 
 
-def finite(value: float | None) -> float:
-    return math.inf if value is None or not math.isfinite(value) else value
-
-
 def of(rows: Sequence[Row], part: str, **wanted: Any) -> list[Row]:
     """The rows of a part that have these values."""
     return [
@@ -312,15 +318,7 @@ def above(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float]:
     found = [100 * (own / other - 1) for own, other in pairs]
     if not found or not all(map(math.isfinite, found)):
         return math.nan if not found else math.inf, math.nan
-    return fmean(found), stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-
-
-def cell(mean: float, error: float) -> str:
-    if math.isnan(mean):
-        return ""
-    if math.isinf(mean):
-        return "crashed"
-    return f"{mean:+.2f}" if math.isnan(error) else f"{mean:+.2f} ± {error:.2f}"
+    return mean_and_error(found)
 
 
 def network_table(rows: Sequence[Row]) -> list[list[str]]:
@@ -331,7 +329,7 @@ def network_table(rows: Sequence[Row]) -> list[list[str]]:
         [
             way,
             *(
-                cell(
+                change(
                     *above(
                         of(rows, "networks", task=task, way=way),
                         of(rows, "networks", task=task, way="OneCycle"),
@@ -354,7 +352,7 @@ def interval_table(rows: Sequence[Row]) -> list[list[str]]:
     body = []
     for way, count in product(FANS, num):
         own = partial(of, rows, "intervals", way=way, num=count)
-        body.append([way, f"{count}", *(cell(*above(own(every=t), plain)) for t in every)])
+        body.append([way, f"{count}", *(change(*above(own(every=t), plain)) for t in every)])
     return [head, *body]
 
 
@@ -369,8 +367,8 @@ def factorial_effects(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
                 for level in (low, high)
             ]
             if all(ends):
-                change = 100 * (fmean(ends[1]) / fmean(ends[0]) - 1)
-                found.setdefault(name, {})[f"from {start:g}"] = change
+                effect = 100 * (fmean(ends[1]) / fmean(ends[0]) - 1)
+                found.setdefault(name, {})[f"from {start:g}"] = effect
     return found
 
 
@@ -383,7 +381,7 @@ def factorial_table(rows: Sequence[Row]) -> list[list[str]]:
         for name, by in effects.items()
     ]
     means = [
-        cell(above(of(rows, "factorial", start=start), plain)[0], math.nan) for start in STARTS
+        change(above(of(rows, "factorial", start=start), plain)[0], math.nan) for start in STARTS
     ]
     return [head, *body, ["all, above plain", "", *means]]
 
@@ -440,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
     def make(jobs: Sequence[Mapping[str, Any]]) -> None:
         nonlocal rows
-        others = [row for row in rows if not any(names(job, row) for job in jobs)]
+        others = [row for row in rows if not any(is_row_of(job, row) for job in jobs)]
 
         def keep(now: Sequence[Row]) -> None:
             every = plain_json([*others, *now])  # as the file has them
@@ -471,16 +469,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         make(factorial_jobs(size, rows))
     show(tables(rows))
     return path
-
-
-def names(job: Mapping[str, Any], row: Row) -> bool:
-    """Whether a row is that of a job; result files have seven digits."""
-    return all(
-        math.isclose(row[key], value, rel_tol=1e-5)
-        if isinstance(value, float) and isinstance(row.get(key), (int, float))
-        else row.get(key) == value
-        for key, value in job.items()
-    )
 
 
 if __name__ == "__main__":

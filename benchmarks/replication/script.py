@@ -1,11 +1,13 @@
 """What the scripts of the replication share: their arguments, their result file, their table."""
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Protocol
 
 from benchmarks.replication.jobs import Row, work_through
@@ -103,6 +105,26 @@ def best_lrs(size: str, tasks: Sequence[str]) -> dict[str, float]:
     if set(tasks) - set(found):
         raise SystemExit(f"{path.name} has no grid of {tasks}: run benchmarks.replication.table1.")
     return {task: found[task] for task in tasks}
+
+
+def finite(value: float | None) -> float:
+    """A loss; infinite for what is not finite, which a file does not hold."""
+    return math.inf if value is None or not math.isfinite(value) else value
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error; nan where there are too few values for it."""
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return (fmean(values) if values else math.nan), error
+
+
+def change(mean: float, error: float) -> str:
+    """A change in percent as a cell of a table; empty for nan."""
+    if math.isnan(mean):
+        return ""
+    if math.isinf(mean):
+        return "not finite"
+    return f"{mean:+.2f}" if math.isnan(error) else f"{mean:+.2f} ± {error:.2f}"
 
 
 def show(tables: Tables) -> None:

@@ -8,7 +8,6 @@ ways are hdet's: a guard alone, `scout="restart"`, and nothing set. Regret is ho
 loss ends above plain training at the best learning rate from the same start.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from benchmarks.replication.jobs import Row
 from benchmarks.replication.ranker import SPREAD, Replicas, load, train_plain, train_replicas
-from benchmarks.replication.script import Job, Script
+from benchmarks.replication.script import Job, Script, finite
 from benchmarks.result_file import RESULTS
 
 Options = dict[str, Any]
@@ -89,7 +88,7 @@ def regrets(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[float
     own = _of(rows, way, start, ratio)
     known = [row for row in own if (row["task"], row["seed"]) in plain]
     return [
-        100 * (_finite(row["validation_loss"]) / plain[row["task"], row["seed"]] - 1)
+        100 * (finite(row["validation_loss"]) / plain[row["task"], row["seed"]] - 1)
         for row in known
     ]
 
@@ -97,10 +96,6 @@ def regrets(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[float
 def _of(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[Row]:
     wanted = (way, start, ratio)
     return [row for row in rows if (row["way"], row["start"], row["ratio"]) == wanted]
-
-
-def _finite(value: float | None) -> float:
-    return math.inf if value is None or not math.isfinite(value) else value
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:

@@ -11,7 +11,7 @@ as they end; the same command goes on from there.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
@@ -28,7 +28,16 @@ from benchmarks.replication.ranker import (
     load,
     train,
 )
-from benchmarks.replication.script import TABLE1, Job, parse, path_of, show, worker
+from benchmarks.replication.script import (
+    TABLE1,
+    Job,
+    finite,
+    mean_and_error,
+    parse,
+    path_of,
+    show,
+    worker,
+)
 from benchmarks.result_file import plain_json, read_result, write_result
 
 GRID = tuple(5e-4 * 2**k for k in range(8))
@@ -86,15 +95,11 @@ def best_of(grid: Sequence[Row]) -> dict[str, float]:
     for task in dict.fromkeys(row["task"] for row in grid):
         own = [row for row in grid if row["task"] == task]
         means = {
-            lr: fmean(_finite(row["validation_loss"]) for row in own if row["lr"] == lr)
+            lr: fmean(finite(row["validation_loss"]) for row in own if row["lr"] == lr)
             for lr in dict.fromkeys(row["lr"] for row in own)
         }
         found[task] = min(means, key=means.__getitem__)
     return found
-
-
-def _finite(value: float | None) -> float:
-    return math.inf if value is None or not math.isfinite(value) else value
 
 
 def of(rows: Sequence[Row], task: str, name: str, ratio: int) -> dict[int, Row]:
@@ -109,12 +114,11 @@ def of(rows: Sequence[Row], task: str, name: str, ratio: int) -> dict[int, Row]:
 
 def paired(ours: Mapping[int, Row], theirs: Mapping[int, Row], key: str) -> tuple[float, float]:
     """The mean difference over seeds in percent, and its standard error."""
-    pairs = [(_finite(ours[seed][key]), _finite(theirs[seed][key])) for seed in ours]
+    pairs = [(finite(ours[seed][key]), finite(theirs[seed][key])) for seed in ours]
     differences = [100 * (a / b - 1) for a, b in pairs]
-    if not differences or not all(map(math.isfinite, differences)):
+    if not all(map(math.isfinite, differences)):
         return math.nan, math.nan
-    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-    return fmean(differences), error
+    return mean_and_error(differences)
 
 
 def headline(rows: Sequence[Row], tasks: Sequence[str]) -> Row:
@@ -178,11 +182,11 @@ def table(rows: Sequence[Row], task: str) -> list[list[str]]:
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    found = [_finite(value) for value in values]
+    found = [finite(value) for value in values]
     if not all(map(math.isfinite, found)):
         return "not finite"
-    error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
-    return f"{fmean(found):.3f} ± {error:.3f}"
+    mean, error = mean_and_error(found)
+    return f"{mean:.3f} ± {error:.3f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

@@ -15,16 +15,26 @@ samples as often. These rules were set before the first run:
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.replication.jobs import Row
-from benchmarks.replication.script import Job, Tables, parse, path_of, show, worker
+from benchmarks.replication.jobs import Row, is_row_of
+from benchmarks.replication.script import (
+    Job,
+    Tables,
+    change,
+    finite,
+    mean_and_error,
+    parse,
+    path_of,
+    show,
+    worker,
+)
 from benchmarks.replication.tail_tasks import TASKS, bench_of, calibration, relative
-from benchmarks.replication.tails import (
+from benchmarks.replication.tail_training import (
     RECIPES,
     WHOLE,
     Tail,
@@ -145,10 +155,6 @@ def numbers_of(seeds: str) -> list[int]:
     return list(range(first, last + 1))
 
 
-def finite(value: float | None) -> float:
-    return math.inf if value is None or not math.isfinite(value) else value
-
-
 # What runs come to -------------------------------------------------------------------------------
 
 
@@ -181,8 +187,7 @@ def gain(rows: Sequence[Row], task: str, name: str, seeds: Sequence[int]) -> tup
     each = [relative(own, other) for own, other in zip(losses[name], control, strict=True)]
     if not all(map(math.isfinite, each)):
         return -math.inf, math.nan
-    error = stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.nan
-    return fmean(each), error
+    return mean_and_error(each)
 
 
 def won(rows: Sequence[Row], name: str, seeds: Sequence[int], tasks: Sequence[str]) -> int:
@@ -241,7 +246,7 @@ class Work:
 
     def make(self, jobs: Sequence[Job]) -> None:
         """Run what is missing; all rows are kept as they end."""
-        others = [row for row in self.rows if not any(names(job, row) for job in jobs)]
+        others = [row for row in self.rows if not any(is_row_of(job, row) for job in jobs)]
 
         def keep(now: Sequence[Row]) -> None:
             self.rows = plain_json([*others, *now])  # as the file has them
@@ -359,10 +364,6 @@ class Work:
         )
 
 
-def names(job: Job, row: Row) -> bool:
-    return all(row.get(key) == value for key, value in job.items())
-
-
 def bench_middle(task: str, size: str) -> float:
     return float(getattr(TASKS[task], size).middle)
 
@@ -375,18 +376,10 @@ def table(rows: Sequence[Row], tasks: Sequence[str], seeds: Sequence[int]) -> li
         return [head]
     body.append(["best control", *(best_control(losses) for losses in known)])
     for name in (*CONTROLS, *TRIED):
-        cells = [of_gain(*gain(rows, task, name, seeds)) for task in tasks]
+        cells = [change(*gain(rows, task, name, seeds)) for task in tasks]
         if any(cells):
             body.append([name, *cells])
     return [head, *body]
-
-
-def of_gain(mean: float, error: float) -> str:
-    if math.isnan(mean):
-        return ""
-    if math.isinf(mean):
-        return "not finite"
-    return f"{mean:+.2f}" if math.isnan(error) else f"{mean:+.2f} ± {error:.2f}"
 
 
 def difference_table(rows: Sequence[Row]) -> list[list[str]]:

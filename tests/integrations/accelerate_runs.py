@@ -1,7 +1,7 @@
 """Runs with Accelerate, in the processes of a launch."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import hdet
 from hdet.integrations.accelerate import prepare_hdet
 from hdet.integrations.tracking import scalars_now
-from tests.integrations import digits
+from tests.integrations import digits, own_loop
+from tests.integrations.events import Events
+from tests.integrations.own_loop import END, EXPLORING, IN_CYCLE, SCOUT
 
 BATCH = 16
-SCOUT = hdet.Scout(share=0.25)
-"""Room for a usual search in a run of a few hundred steps."""
 
 
 class Training:
@@ -125,19 +125,7 @@ class Training:
 
 
 def three_ways(num_steps: int) -> dict[str, float]:
-    """The loss of a plain run at a bad learning rate, of hdet there, and of a good plain run."""
-    found = {}
-    ways: list[tuple[str, float, dict[str, Any]]] = [
-        ("bad", digits.BAD_LR, {}),
-        ("hdet", digits.BAD_LR, {"scout": SCOUT}),
-        ("good", digits.GOOD_LR, {}),
-    ]
-    for name, lr, options in ways:
-        training = Training(lr, num_steps, **options)
-        training.run()
-        found[name] = training.loss()
-        training.end()
-    return found
+    return own_loop.three_ways(Training, num_steps)
 
 
 class Kept(GeneralTracker):
@@ -185,69 +173,17 @@ def accumulates(num_steps: int) -> dict[str, Any]:
     }
 
 
-class Events:
-    """A sink that keeps the events of a run."""
-
-    def __init__(self) -> None:
-        self.events: list[Mapping[str, Any]] = []
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: str, field: str) -> list[Any]:
-        return [event[field] for event in self.events if event["event"] == kind]
-
-
 def observes() -> dict[str, Any]:
     """Train an epoch with two micro-batches; return the losses of the cycles and of the loop."""
     sink = Events()
     training = Training(digits.GOOD_LR, 20, scout=None, record=sink, sync_every=10, accumulation=2)
     training.run()
     own = torch.tensor(training.losses, dtype=torch.float64).reshape(2, 20).mean(1)
-    return {"recorded": sink.of("cycle", "losses"), "own": own.tolist()}
-
-
-EXPLORING: dict[str, Any] = {"scout": SCOUT, "spread": 0.2, "sync_every": 40}
-"""Replicas differ inside of a cycle."""
-IN_SCOUT, IN_CYCLE, END = 13, 210, 300
+    return {"recorded": [event["losses"] for event in sink.of("cycle")], "own": own.tolist()}
 
 
 def resumes(folder: str) -> dict[str, Any]:
-    """Save in mid-scout and in mid-cycle, and go on from there; evaluate in mid-cycle."""
-    first = Training(digits.BAD_LR, END, **EXPLORING)
-    first.run(IN_SCOUT)
-    found: dict[str, Any] = {"scouting": first.scheduler.is_scouting}
-    first.save(f"{folder}/scout")
-    first.run(IN_CYCLE)
-    found["mid-cycle"] = first.digest()
-    with first.scheduler.consensus():
-        found["consensus"] = first.digest()
-    found["after consensus"] = first.digest()
-    first.save(f"{folder}/cycle")
-    found["saved"] = first.digest()
-    first.run()
-    first.scheduler.converge()
-    found["end"] = first.digest()
-
-    second = Training(digits.BAD_LR, END, **EXPLORING)
-    second.load(f"{folder}/scout", IN_SCOUT)
-    found["still scouting"] = second.scheduler.is_scouting
-    second.run(IN_CYCLE)
-    second.save(f"{folder}/cycle again")
-    second.run()
-    second.scheduler.converge()
-    found["end from scout"] = second.digest()
-
-    third = Training(digits.BAD_LR, END, **EXPLORING)
-    third.load(f"{folder}/cycle", IN_CYCLE)
-    found["clock"] = third.scheduler.last_epoch
-    third.run()
-    third.scheduler.converge()
-    found["end from cycle"] = third.digest()
-    return found
+    return own_loop.resumes(Training, folder)
 
 
 def scales(num_steps: int) -> dict[str, Any]:
@@ -274,7 +210,7 @@ def holds_out(num_steps: int) -> dict[str, Any]:
         rows = slice(first, min(first + 100, len(x)))
         training.scheduler.hold_out(training.loss_of, x[rows], y[rows])
     training.run()
-    return {"by": sink.of("scout", "compared_by"), "loss": training.loss()}
+    return {"by": [event["compared_by"] for event in sink.of("scout")], "loss": training.loss()}
 
 
 def refuses() -> list[str]:

@@ -1,22 +1,19 @@
 """Runs with DeepSpeed on the CPU, in the processes of a launch."""
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
-import hdet
 from hdet.integrations.deepspeed import attach_hdet
 from hdet.integrations.tracking import scalars_now
-from tests.integrations import digits
+from tests.integrations import digits, own_loop
+from tests.integrations.events import Events
+from tests.integrations.own_loop import END, SCOUT
 
 BATCH = 16
-SCOUT = hdet.Scout(share=0.25)
-"""Room for a usual search in a run of a few hundred steps."""
 
 
 def start() -> None:
@@ -78,12 +75,13 @@ class Training:
             self.losses.append(loss.item())
             self.num_batches += 1
 
-    def save(self, folder: str | Path) -> None:
-        self.engine.save_checkpoint(str(folder))
+    def save(self, folder: str) -> None:
+        self.engine.save_checkpoint(folder)
 
-    def load(self, folder: str | Path) -> None:
-        self.engine.load_checkpoint(str(folder))
-        self.num_batches = self.engine.global_steps * self.accumulation
+    def load(self, folder: str, step: int) -> None:
+        self.engine.load_checkpoint(folder)
+        assert self.engine.global_steps == step
+        self.num_batches = step * self.accumulation
 
     def loss(self) -> float:
         return digits.held_out_loss(self.engine.module)
@@ -91,21 +89,13 @@ class Training:
     def digest(self) -> str:
         return digits.digest(self.engine.module)
 
+    def end(self) -> None:
+        """Nothing else is in the way of another run."""
+
 
 def three_ways(num_steps: int) -> dict[str, float]:
-    """The loss of a plain run at a bad learning rate, of hdet there, and of a good plain run."""
     start()
-    found = {}
-    ways: list[tuple[str, float, dict[str, Any]]] = [
-        ("bad", digits.BAD_LR, {}),
-        ("hdet", digits.BAD_LR, {"scout": SCOUT}),
-        ("good", digits.GOOD_LR, {}),
-    ]
-    for name, lr, options in ways:
-        training = Training(lr, num_steps, **options)
-        training.run()
-        found[name] = training.loss()
-    return found
+    return own_loop.three_ways(Training, num_steps)
 
 
 def accumulates(num_steps: int) -> dict[str, Any]:
@@ -136,7 +126,7 @@ def observes() -> dict[str, Any]:
     training = Training(digits.GOOD_LR, 30, **options)
     training.run()
     own = torch.tensor(training.losses, dtype=torch.float64).reshape(3, 20).mean(1)
-    return {"recorded": sink.of("cycle", "losses"), "own": own.tolist()}
+    return {"recorded": [event["losses"] for event in sink.of("cycle")], "own": own.tolist()}
 
 
 def holds_out(num_steps: int) -> dict[str, Any]:
@@ -148,68 +138,16 @@ def holds_out(num_steps: int) -> dict[str, Any]:
     rows = slice(first, first + 100)
     training.scheduler.hold_out(loss_of, training.x[rows], training.y[rows])
     training.run()
-    return {"by": sink.of("scout", "compared_by"), "loss": training.loss()}
+    return {"by": [event["compared_by"] for event in sink.of("scout")], "loss": training.loss()}
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-class Events:
-    """A sink that keeps the events of a run."""
-
-    def __init__(self) -> None:
-        self.events: list[Mapping[str, Any]] = []
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: str, field: str) -> list[Any]:
-        return [event[field] for event in self.events if event["event"] == kind]
-
-
-EXPLORING = {"scout": SCOUT, "spread": 0.2, "sync_every": 40}
-"""Replicas differ inside of a cycle."""
-IN_SCOUT, IN_CYCLE, END = 13, 210, 300
-
-
 def resumes(folder: str) -> dict[str, Any]:
-    """Save in mid-scout and in mid-cycle, and go on from there; evaluate in mid-cycle."""
     start()
-    first = Training(digits.BAD_LR, END, **EXPLORING)
-    first.run(IN_SCOUT)
-    found: dict[str, Any] = {"scouting": first.scheduler.is_scouting}
-    first.save(f"{folder}/scout")
-    first.run(IN_CYCLE)
-    found["mid-cycle"] = first.digest()
-    with first.scheduler.consensus():
-        found["consensus"] = first.digest()
-    found["after consensus"] = first.digest()
-    first.save(f"{folder}/cycle")
-    found["saved"] = first.digest()
-    first.run()
-    first.scheduler.converge()
-    found["end"] = first.digest()
-
-    second = Training(digits.BAD_LR, END, **EXPLORING)
-    second.load(f"{folder}/scout")
-    found["still scouting"] = second.scheduler.is_scouting
-    second.run(IN_CYCLE)
-    second.save(f"{folder}/cycle again")
-    second.run()
-    second.scheduler.converge()
-    found["end from scout"] = second.digest()
-
-    third = Training(digits.BAD_LR, END, **EXPLORING)
-    third.load(f"{folder}/cycle")
-    found["clock"] = third.scheduler.last_epoch
-    third.run()
-    third.scheduler.converge()
-    found["end from cycle"] = third.digest()
-    return found
+    return own_loop.resumes(Training, folder)
 
 
 def refuses() -> list[str]:

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 import hdet
 from hdet.integrations.lightning import HDETCallback
 from tests.integrations import digits
+from tests.integrations.events import Events
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/lightning.md"
 BATCH = 16
@@ -122,22 +123,6 @@ def fitted(lr: float, *callbacks: Any, **options: Any) -> Digits:
     module = Digits(lr)
     trainer_of(*callbacks, **options).fit(module, Batches())
     return module
-
-
-class Events:
-    """A sink that keeps the events of a run."""
-
-    def __init__(self) -> None:
-        self.kept: list[Mapping[str, Any]] = []
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        self.kept.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: str) -> list[Mapping[str, Any]]:
-        return [event for event in self.kept if event["event"] == kind]
 
 
 class Watch(Callback):

@@ -8,7 +8,6 @@ import pytest
 from tests.integrations.features import (
     ACCUMULATES,
     CLIPS,
-    EVALUATES,
     FINDS,
     FP16,
     FSDP2,
@@ -17,8 +16,6 @@ from tests.integrations.features import (
     LORA,
     PREPARED,
     REFUSED,
-    RESUMES,
-    RESUMES_SCOUT,
     STACKED,
 )
 from tests.integrations.launch import launch
@@ -74,37 +71,6 @@ def test_accelerate_observes_the_loss_of_every_micro_batch() -> None:
     assert len(cycles) == 2
     for replica, own in enumerate(one["own"] for one in found):
         assert [losses[replica] for losses in cycles] == pytest.approx(own, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("accelerate")
-    return launch(f"{RUNS}:resumes", folder=str(folder))
-
-
-@pytest.mark.integrations
-@pytest.mark.works("Accelerate", EVALUATES)
-def test_accelerate_evaluates_the_consensus_in_mid_cycle(resumed: list[dict[str, Any]]) -> None:
-    assert resumed[0]["mid-cycle"] != resumed[1]["mid-cycle"]
-    assert resumed[0]["consensus"] == resumed[1]["consensus"] == resumed[0]["saved"]
-    assert [one["after consensus"] for one in resumed] == [one["mid-cycle"] for one in resumed]
-
-
-@pytest.mark.integrations
-@pytest.mark.works("Accelerate", RESUMES_SCOUT)
-def test_accelerate_resumes_in_mid_scout_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
-    for found in resumed:
-        assert found["scouting"]
-        assert found["still scouting"]
-        assert found["end from scout"] == found["end"]
-
-
-@pytest.mark.integrations
-@pytest.mark.works("Accelerate", RESUMES)
-def test_accelerate_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
-    for found in resumed:
-        assert found["clock"] == 210
-        assert found["end from cycle"] == found["end"]
 
 
 @pytest.mark.integrations

@@ -1,6 +1,5 @@
 """hdet with DeepSpeed on the CPU, in two real processes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +7,10 @@ import pytest
 from tests.integrations.features import (
     ACCUMULATES,
     CLIPS,
-    EVALUATES,
     FINDS,
     HOLDS_OUT,
     LOGS,
     REFUSED,
-    RESUMES,
-    RESUMES_SCOUT,
     ZERO,
 )
 from tests.integrations.launch import launch
@@ -71,37 +67,6 @@ def test_deepspeed_scout_compares_replicas_on_batches_of_the_loop() -> None:
     found, _ = launch(f"{RUNS}:holds_out", num_steps=300)
     assert set(found["by"]) == {"held out"}
     assert found["loss"] < 0.2
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("deepspeed")
-    return launch(f"{RUNS}:resumes", folder=str(folder))
-
-
-@pytest.mark.integrations
-@pytest.mark.works("DeepSpeed", EVALUATES)
-def test_deepspeed_evaluates_the_consensus_in_mid_cycle(resumed: list[dict[str, Any]]) -> None:
-    assert resumed[0]["mid-cycle"] != resumed[1]["mid-cycle"]
-    assert resumed[0]["consensus"] == resumed[1]["consensus"] == resumed[0]["saved"]
-    assert [one["after consensus"] for one in resumed] == [one["mid-cycle"] for one in resumed]
-
-
-@pytest.mark.integrations
-@pytest.mark.works("DeepSpeed", RESUMES_SCOUT)
-def test_deepspeed_resumes_in_mid_scout_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
-    for found in resumed:
-        assert found["scouting"]
-        assert found["still scouting"]
-        assert found["end from scout"] == found["end"]
-
-
-@pytest.mark.integrations
-@pytest.mark.works("DeepSpeed", RESUMES)
-def test_deepspeed_resumes_in_mid_cycle_bit_for_bit(resumed: list[dict[str, Any]]) -> None:
-    for found in resumed:
-        assert found["clock"] == 210
-        assert found["end from cycle"] == found["end"]
 
 
 @pytest.mark.integrations

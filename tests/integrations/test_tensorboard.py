@@ -12,7 +12,7 @@ from hdet.records.codec import as_line
 from hdet.records.events import NoteEvent, ResumeEvent
 from tests.integrations.features import RECORDS
 from tests.integrations.launch import ROOT, launch
-from tests.integrations.tracked import Events, Points, differing, train
+from tests.integrations.tracked import Points, TrackedEvents, differing, train
 from tests.processes import run_program
 
 
@@ -97,6 +97,6 @@ def test_script_of_the_page_logs_to_tensorboard(tmp_path: Path) -> None:
 def test_run_goes_on_where_tensorboard_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="record TensorBoardSink failed") as seen:
-        events: Events = train(TensorBoardSink(tmp_path / "file"))
+        events: TrackedEvents = train(TensorBoardSink(tmp_path / "file"))
     assert len(seen) == 1
     assert len(events.of("cycle")) == 5

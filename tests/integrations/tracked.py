@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import hdet
 from hdet.integrations._tracker import TrackerSink
 from hdet.records.events import GuardEvent
+from tests.integrations.events import Events
 
 STEPS = 100
 GUARD = GuardEvent(step=STEPS, back_to=90, factor=0.5, reason="the loss spiked")
@@ -17,20 +18,8 @@ Points = dict[str, list[tuple[int, float]]]
 """Name -> the steps and values that a tracker stored."""
 
 
-class Events:
-    """A sink that keeps the events."""
-
-    def __init__(self) -> None:
-        self.all: list[Mapping[str, Any]] = []
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        self.all.append(event)
-
-    def close(self) -> None:
-        """Keep them."""
-
-    def of(self, kind: str) -> list[Mapping[str, Any]]:
-        return [event for event in self.all if event["event"] == kind]
+class TrackedEvents(Events):
+    """The events of a run, and what a tracker must have stored of them."""
 
     def points(self) -> Points:
         """Return some of what a tracker must have stored, computed from the events alone."""
@@ -67,10 +56,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def train(sink: TrackerSink) -> Events:
+def train(sink: TrackerSink) -> TrackedEvents:
     """Run eight replicas with a scout, and let the sink close."""
     torch.manual_seed(0)
-    events = Events()
+    events = TrackedEvents()
     model = nn.Linear(4, 1)
     ensemble = hdet.StackedReplicas(model, 8)
     optimizer = ensemble.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))

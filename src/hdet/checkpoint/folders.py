@@ -45,7 +45,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
         if _is_whole(one, manifest):
             return one
     if (path / FILE_NAME).exists() or _has_name_of_one(path):
-        return path if _is_whole(path, _about(path)) else None
+        return path if _is_whole(path, _manifest_or_problem(path)) else None
     return path if _is_of_first_version(path) else None
 
 
@@ -78,7 +78,7 @@ def _is_whole(path: Path, manifest: Manifest | DamagedCheckpoint) -> bool:
     return True
 
 
-def _about(path: Path) -> Manifest | DamagedCheckpoint:
+def _manifest_or_problem(path: Path) -> Manifest | DamagedCheckpoint:
     try:
         return read_manifest(path)
     except DamagedCheckpoint as problem:

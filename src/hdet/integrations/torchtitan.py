@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hdet.integrations.torchtitan_schedules import NO_PIPELINE, HDETSchedulers
+from hdet.integrations._torchtitan_schedules import NO_PIPELINE, HDETSchedulers
 from hdet.scheduler.hdet import HDET
 from hdet.tensors.dtensor import local
 

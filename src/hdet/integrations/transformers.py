@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hdet.integrations._extras import extra
-from hdet.integrations._trainer_losses import mean_loss, num_items
-from hdet.integrations._trainer_run import TrainerEvents, WaitingSchedule, check_trainer
-from hdet.integrations.transformers_callback import HDETCallback
+from hdet.integrations._transformers_callback import HDETCallback
+from hdet.integrations._transformers_losses import mean_loss, num_items
+from hdet.integrations._transformers_run import TrainerEvents, WaitingSchedule, check_trainer
 from hdet.scheduler.hdet import HDET
 
 with extra("transformers"):

@@ -123,7 +123,7 @@ class RunReadings(LRScheduler):
         A loss may have such parameters.
 
         Returns:
-            The parameters by their position in the optimizers. None where the run has no model.
+            The parameters by their position in the optimizers. Empty where the run has no model.
         """
         self._run.weights.refresh()  # a forward of FSDP2 leaves whole parameters in the model
         return {} if self._run.model is None else self._run.weights.beside_model()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdet.integrations._trainer_losses import num_items
-from hdet.integrations._trainer_run import RunEvents, WaitingSchedule
+from hdet.integrations._transformers_losses import num_items
+from hdet.integrations._transformers_run import RunEvents, WaitingSchedule
 from hdet.scheduler.hdet import HDET
 
 
