@@ -632,6 +632,30 @@ def test_learning_rates_are_clamped_to_their_bounds() -> None:
     assert sorted(run.each("lr")) == pytest.approx([0.045, 0.045, 0.055, 0.055])
 
 
+@pytest.mark.parametrize("controller", [hdet.PaperController(), None])
+def test_groups_have_the_spreads_of_a_dictionary_and_others_that_of_the_run(
+    controller: Any,
+) -> None:
+    run = Run([hdet.lr(spread={"weights": 0.5})], controller=controller, spread=0.1)
+    assert sorted(run.each("lr", 0)) == pytest.approx([0.025, 0.05 * 5 / 6, 0.05 * 7 / 6, 0.075])
+    assert max(run.each("lr", 1)) == pytest.approx(0.05 * 1.1)
+
+
+@pytest.mark.parametrize(
+    ("knob", "words"),
+    [
+        ({"spread": {"nobody": 0.1}}, r"`spread` of knob 'lr' must be among \['weights', "),
+        ({"spread": {"weights": 0.1}, "groups": ["biases"]}, r"must be among \['biases'\]"),
+        ({"spread": {"weights": -1.0}}, r"`spread\['weights'\]` must be"),
+        ({"spread": {"weights": "x"}}, r"`spread\['weights'\]` must be"),
+        ({"spread": {"weights": 0.1}, "shared": True}, "must be one number where all groups"),
+    ],
+)
+def test_invalid_spreads_of_groups_are_refused(knob: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Run([hdet.lr(**knob)])
+
+
 @pytest.mark.parametrize("spread", [-0.5, "x", 2.0])
 def test_spreads_that_allow_negative_learning_rates_are_refused(spread: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="`spread` must be"):

@@ -1,6 +1,6 @@
 """Knobs of the optimizer: learning rate, weight decay, momentum, betas, eps, gradient clipping."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from hdet._validation import check_number
@@ -13,7 +13,7 @@ from hdet.knobs.specs import DEFAULT_SPREAD, Bounds, Kind, LearningRate, default
 
 def lr(
     *,
-    spread: float | None = None,
+    spread: float | Mapping[str, float] | None = None,
     groups: Sequence[str] | None = None,
     shared: bool = False,
     bounds: Bounds = (1e-18, 1e18),
@@ -21,8 +21,9 @@ def lr(
     """Explore the learning rate around the base schedule.
 
     Args:
-        spread: How far the replicas' learning rates lie from their centre. By default the
-            scheduler's `spread`.
+        spread: How far the replicas' learning rates lie from their centre: one number, or a
+            dictionary from the name of a group to its number. By default, and for groups that the
+            dictionary lacks, the scheduler's `spread`.
         groups: Names of parameter groups; all of them by default. The name of a group is its entry
             "name", or "group0", "group1" and so on.
         shared: Whether all groups share one factor. By default each group has its own.
@@ -33,7 +34,8 @@ def lr(
 
     Raises:
         TypeError: `bounds` are not two values.
-        ValueError: `bounds` do not contain 1, or `spread` is negative.
+        ValueError: `bounds` do not contain 1, `spread` is negative, or it is a dictionary where all
+            groups share one factor.
 
     Example:
         >>> lr(shared=True, bounds=(0.1, 10.0)).bounds

@@ -4,7 +4,7 @@ A spec is what a user passes. Bound to the optimizers of a run it becomes a `Bou
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,22 +80,27 @@ class LearningRate:
     """The learning rate, explored around the base schedule.
 
     Attributes:
-        spread: How far the replicas' learning rates lie from their centre; None takes the
-            scheduler's `spread`.
+        spread: How far the replicas' learning rates lie from their centre, one number or one for
+            each named group; None takes the scheduler's `spread`.
         groups: Names of parameter groups; None for all.
         shared: Whether all groups share one factor.
         bounds: The lowest and the highest factor of the base schedule.
     """
 
-    spread: float | None = None
+    spread: float | Mapping[str, float] | None = None
     groups: Sequence[str] | None = None
     shared: bool = False
     bounds: Bounds = (1e-18, 1e18)
     name: str = "lr"
 
     def __post_init__(self) -> None:
-        if self.spread is not None:
-            check_range("spread", self.spread, least=0, below=math.inf)
+        for name, spread in self.spreads.items():
+            check_range(f"spread[{name!r}]" if name else "spread", spread, least=0, below=math.inf)
+        if self.shared and isinstance(self.spread, Mapping):
+            raise ValueError(
+                "`spread` of knob 'lr' must be one number where all groups share one factor, got "
+                f"{self.spread!r}."
+            )
         check_bounds(self.name, self.bounds)
         Space("log", *self.bounds)
         if not self.bounds[0] <= 1 <= self.bounds[1]:
@@ -104,10 +109,22 @@ class LearningRate:
                 f"{self.bounds!r}."
             )
 
+    @property
+    def spreads(self) -> Mapping[str, float]:
+        """The spreads that are given by group; one number stands under an empty name."""
+        if self.spread is None:
+            return {}
+        return self.spread if isinstance(self.spread, Mapping) else {"": self.spread}
+
+    def spread_of(self, group: str, default: float) -> float:
+        """The spread of a group."""
+        return self.spreads.get(group, self.spreads.get("", default))
+
     def describe(self) -> dict[str, Any]:
         """The settings, which must be equal on all replicas and which the record keeps."""
         groups = None if self.groups is None else list(self.groups)
-        own = {"spread": self.spread, "groups": groups, "shared": self.shared}
+        spread = dict(self.spread) if isinstance(self.spread, Mapping) else self.spread
+        own = {"spread": spread, "groups": groups, "shared": self.shared}
         return {"name": self.name, "bounds": list(self.bounds), **own}
 
 
@@ -233,13 +250,16 @@ def lr_knobs(knobs: Sequence[Any], names: Sequence[str], spread: float) -> list[
     for knob in knobs:
         if isinstance(knob, LearningRate):
             chosen = chosen_groups(knob.name, knob.groups, names)
-            width = spread if knob.spread is None else knob.spread
             space = Space("log", *knob.bounds)
             if knob.shared:
                 members = tuple(names.index(name) for name in chosen)
-                return [KnobInfo("lr", space, width, 1.0, members)]
+                return [KnobInfo("lr", space, knob.spread_of("", spread), 1.0, members)]
+            if isinstance(knob.spread, Mapping) and knob.spread:
+                check_known_groups(knob.name, list(knob.spread), chosen, argument="spread")
+            widths = [knob.spread_of(name, spread) for name in chosen]
             return [
-                KnobInfo(f"lr/{name}", space, width, 1.0, (names.index(name),)) for name in chosen
+                KnobInfo(f"lr/{name}", space, width, 1.0, (names.index(name),))
+                for name, width in zip(chosen, widths, strict=True)
             ]
     return []
 
@@ -262,14 +282,16 @@ def chosen_groups(knob: str, groups: Sequence[str] | None, names: Sequence[str])
     return groups
 
 
-def check_known_groups(knob: str, groups: Sequence[str], names: Sequence[str]) -> None:
+def check_known_groups(
+    knob: str, groups: Sequence[str], names: Sequence[str], argument: str = "groups"
+) -> None:
     """Raise if `groups` is no list of known names."""
     if isinstance(groups, str) or not groups:
-        raise TypeError(f"`groups` of knob {knob!r} must be a list of names, got {groups!r}.")
+        raise TypeError(f"`{argument}` of knob {knob!r} must be a list of names, got {groups!r}.")
     for name in groups:
         if name not in names:
             raise ValueError(
-                f"`groups` of knob {knob!r} must be among {list(names)[:20]}, got {name!r}."
+                f"`{argument}` of knob {knob!r} must be among {list(names)[:20]}, got {name!r}."
             )
 
 

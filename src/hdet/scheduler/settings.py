@@ -62,9 +62,10 @@ class Settings:
     def _check_exploration(self) -> None:
         check_choice("design", self.design, DESIGNS)
         for knob in self.knobs:
-            if isinstance(knob, LearningRate) and knob.spread and self.design == "permutation":
-                # The paper's multipliers start at 1 - spread, which must be above 0.
-                check_range("spread", knob.spread, least=0, below=1)
+            if isinstance(knob, LearningRate) and self.design == "permutation":
+                for spread in knob.spreads.values():
+                    # The paper's multipliers start at 1 - spread, which must be above 0.
+                    check_range("spread", spread, least=0, below=1)
         check_range("spread", self.spread, least=0, below=1)
 
     def _check_numbers_and_choices(self) -> None:
