@@ -4,7 +4,7 @@ A benchmark has hundreds of small runs that differ in a learning rate, a seed or
 the other they leave a GPU idle; as the rows of a matrix they are one run with larger kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +18,10 @@ from hdet.replicas.stacked.vmap_compat import VmapCompat, safe_attention
 Tensors = dict[str, Tensor]
 WARM_UP = 3
 """Runs before a capture: kernels choose their algorithms in them."""
+SAMPLES_AT_ONCE = {"cpu": 256}
+"""By device: with more samples side by side, activations leave the caches of a CPU."""
+EVALUATED_AT_ONCE = {"cpu": 1}
+"""Rows, by device: data that is held out are many samples."""
 
 
 class Layout:
@@ -103,12 +107,23 @@ class Fleet:
                 self._held[row] = {n: b[row].clone() for n, b in self.buffers.items()}
 
     def _forward_and_back(self, *batch: Tensor) -> Tensor:
-        leaf = self.weights.detach().requires_grad_()
-        with self._precision():
-            losses = self._over_rows(self._loss, leaf, self.buffers, batch)
-        (gradients,) = torch.autograd.grad(losses.sum(), leaf)
-        self.gradients.copy_(gradients)
-        return losses.detach()
+        found = []
+        for part in self._parts(batch[0].shape[1]):
+            leaf = self.weights[part].detach().requires_grad_()
+            buffers = {name: stack[part] for name, stack in self.buffers.items()}
+            with self._precision():
+                own = [value[part] for value in batch]
+                losses = self._over_rows(self._loss, leaf, buffers, own)
+            (gradients,) = torch.autograd.grad(losses.sum(), leaf)
+            self.gradients[part] = gradients
+            found.append(losses.detach())
+        return torch.cat(found)
+
+    def _parts(self, num_samples: int) -> Iterator[slice]:
+        """Rows that are computed side by side, for so many samples of each."""
+        most = SAMPLES_AT_ONCE.get(self.device.type, len(self) * num_samples)
+        at_once = max(most // num_samples, 1)
+        return (slice(first, first + at_once) for first in range(0, len(self), at_once))
 
     @torch.no_grad()
     def evaluate(
@@ -118,13 +133,12 @@ class Fleet:
         weights: Tensor | None = None,
         batch: Sequence[Tensor] = (),
         training: bool = False,
-        at_once: int = 8,
     ) -> Tensor:
         """What a function of a model says of every row, with the same data for all, or each with
         its own part of a batch."""
         weights = self.weights if weights is None else weights
         self._module.train(training)
-        found = []
+        found, at_once = [], EVALUATED_AT_ONCE.get(self.device.type, 8)
         for first in range(0, len(weights), at_once):
             part = slice(first, first + at_once)
             buffers = {name: stack[part].clone() for name, stack in self.buffers.items()}
