@@ -20,6 +20,7 @@ METHOD_WORDS = {
     "paper": "paper",
     "Prodigy": "prodigy",
     "Prodigy, warm-up": "prodigy_warmup",
+    "Prodigy, warm-up and clipping": "prodigy_clipped",
     "D-Adapt Adam": "dadapt",
     "DoG": "dog",
     "L-DoG": "ldog",

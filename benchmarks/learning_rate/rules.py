@@ -87,6 +87,8 @@ class Prodigy(Rule):
 
     safeguard = False
     """For a schedule with a warm-up: its small learning rates do not count in the estimate."""
+    clip: float | None = None
+    """The largest norm of a gradient. With clipping comes Adam's correction of its first steps."""
 
     def __init__(self, fleet: Fleet, decay: float = 0.01, d0: float = 1e-6) -> None:
         super().__init__(fleet, decay)
@@ -99,6 +101,11 @@ class Prodigy(Rule):
     def step(self, lrs: Tensor, momenta: Tensor) -> None:
         weights, gradients, d = self.fleet.weights, self.fleet.gradients, self.d
         lr, beta3 = lrs[:, :1] * d, math.sqrt(0.999)
+        if self.clip is not None:
+            norms = gradients.norm(dim=1, keepdim=True)
+            gradients = gradients * (self.clip / (norms + 1e-6)).clamp(max=1)
+            self.count += 1
+            lr = lr * (1 - 0.999**self.count).sqrt() / (1 - 0.9**self.count)
         way = (gradients * (self.begin - weights)).sum(1, keepdim=True)
         self.above.mul_(beta3).add_(d / self._d0 * lr * way)
         self.first.mul_(0.9).add_(gradients * (d * 0.1))
@@ -115,6 +122,10 @@ class Prodigy(Rule):
 
 class SafeProdigy(Prodigy):
     safeguard = True
+
+
+class ClippedProdigy(SafeProdigy):
+    clip = 1.0
 
 
 class DAdaptAdam(Rule):
@@ -235,6 +246,7 @@ RULES: dict[str, Any] = {
     "SGD": SGD,
     "Prodigy": Prodigy,
     "Prodigy, warm-up": SafeProdigy,
+    "Prodigy, warm-up and clipping": ClippedProdigy,
     "D-Adapt Adam": DAdaptAdam,
     "DoG": DoG,
     "L-DoG": LDoG,

@@ -16,6 +16,7 @@ COLOURS = {
     "PBT": "#2f9e44",
     "paper": "#7048e8",
     "Prodigy": "#0b7285",
+    "Prodigy, warm-up and clipping": "#15aabf",
     "D-Adapt Adam": "#a61e4d",
     "DoG": "#5c940d",
     "L-DoG": "#862e9c",

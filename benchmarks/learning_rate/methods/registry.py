@@ -50,6 +50,11 @@ METHODS: dict[str, Method] = {
         takes_lr=False,
         optimizers=ADAM,
     ),
+    "Prodigy, warm-up and clipping": Method(
+        partial(peer, rule="Prodigy, warm-up and clipping", schedule="warm-up and cosine"),
+        takes_lr=False,
+        optimizers=ADAM,
+    ),
     "D-Adapt Adam": Method(
         partial(peer, rule="D-Adapt Adam", schedule="warm-up and cosine"),
         takes_lr=False,
