@@ -44,9 +44,11 @@ def write_result(
         parts: The rows, by whatever name the benchmark gives them.
     """
     made = made_with()
-    if kept is not None and kept.get("commit", made["commit"]) != made["commit"]:
+    if kept:
         devices = dict.fromkeys([*str(kept.get("device", "unknown")).split("; "), made["device"]])
-        made |= {"commit_note": SEVERAL, "device": "; ".join(devices)}
+        made["device"] = "; ".join(devices)
+        if "commit_note" in kept or kept.get("commit", made["commit"]) != made["commit"]:
+            made["commit_note"] = SEVERAL
     result: dict[str, Any] = plain_json(
         {
             "headline": flat(headline),
@@ -59,6 +61,12 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text_of(result))
     return result
+
+
+def summarise_again(path: Path, *, headline: Mapping[str, Any], **parts: Any) -> None:
+    """Write the headline and the tables of a result anew; what its rows were made with stays."""
+    result = read_result(path) | plain_json({"headline": flat(headline), **parts})
+    path.write_text(text_of(result))
 
 
 def read_result(path: Path) -> dict[str, Any]:

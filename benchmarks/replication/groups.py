@@ -3,10 +3,13 @@
     HDET_DATA=FOLDER python -m benchmarks.replication.groups [--quick | --smoke] [--only TASK]
 
 The paper sees the learning rate of the transformer decay fastest, that of the group without decay
-slowest, and about a fifth of the peak left at the end. Its controller and hdet's tracker run on
-both rankers, at the best learning rate and at nine times that, from a checkpoint. A group's place
-is its mean log learning rate over the cycles after the hand-over, since final ones are often all on
-the floor.
+slowest, and about a fifth of the peak left at the end. Its controller, the same by a probe, and
+hdet's tracker run on both rankers from a checkpoint, at the best learning rate and at nine times
+that. Equation 8 decays by a fixed factor a cycle. In a run of few cycles no signal can outweigh it,
+so the runs at the best learning rate are also made three epochs long, with more than 300 cycles.
+
+A group's place is its mean log learning rate from the hand-over until a twentieth of the peak is
+left. Kendall's W says whether seeds agree on any order: 0 for none, 1 if all are equal.
 """
 
 import math
@@ -20,13 +23,17 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks.replication.jobs import Row
-from benchmarks.replication.ranker import Replicas, load, train, train_replicas
+from benchmarks.replication.ranker import NOISE, SYNC_EVERY, Replicas, load, train_replicas
 from benchmarks.replication.script import Job, Script
 from benchmarks.result_file import RESULTS
 from benchmarks.zoo.tasks import GROUPS
 
-CONTROLLERS = ("paper", "tracker")
-RATIOS = (1, 9)
+CONTROLLERS = ("paper", "paper, by a probe", "tracker")
+LENGTHS = {"short": (1, SYNC_EVERY), "long": (3, 7)}
+"""Epochs, and steps of a cycle."""
+RATIOS = {"short": (1, 9), "long": (1,)}
+HANDED_OVER, LEFT = 0.3, 0.05
+"""The share of the run before the controller takes over, and that of the peak that still counts."""
 SEEDS = {"full": range(20), "quick": range(2), "smoke": range(1)}
 FASTEST, SLOWEST = "transformer", "no_decay"
 CHANCE = 1 / 12
@@ -34,12 +41,17 @@ CHANCE = 1 / 12
 
 
 def jobs(size: str, low: Mapping[str, float]) -> list[Job]:
+    names = CONTROLLERS if size != "smoke" else CONTROLLERS[::2]
+    lengths = [length for length in LENGTHS if size != "smoke" or length == "short"]
     return [
-        {"task": task, "size": size, "controller": name, "ratio": ratio, "low": lr, "seed": seed}
+        {"task": task, "size": size, "controller": name, "epochs": epochs, "every": every}
+        | {"ratio": ratio, "low": lr, "seed": seed}
+        for length in lengths
+        for epochs, every in [LENGTHS[length]]
         for seed in SEEDS[size]
         for task, lr in low.items()
-        for name in CONTROLLERS
-        for ratio in RATIOS
+        for name in names
+        for ratio in RATIOS[length]
     ]
 
 
@@ -47,33 +59,36 @@ def run(job: Job, *, folder: str | None) -> Row:
     """Train once; return the learning rates of the groups beside the measures."""
     torch.set_num_threads(1)
     ranking, low, seed = load(job, folder), job["low"], job["seed"]
-    lr = low * job["ratio"]
-    if job["controller"] == "paper":
-        return train(ranking, "HDET", lr, low, seed)
+    lr, is_paper = low * job["ratio"], job["controller"].startswith("paper")
 
     def schedule(replicas: Replicas, optimizer: Any) -> hdet.HDET:
+        common: dict[str, Any] = {"sync_every": ranking.sync_every, "seed": seed, **replicas}
+        if job["controller"] != "paper":
+            common["probe"] = ranking.task.probe
+        if is_paper:
+            return hdet.OneCycleHDET(optimizer, max_lr=lr, total_steps=ranking.steps, **common)
         base = OneCycleLR(optimizer, max_lr=lr, total_steps=ranking.steps)
-        return hdet.HDET(
-            base,
-            sync_every=ranking.sync_every,
-            knobs=[hdet.lr()],
-            controller=hdet.Tracker(),
-            probe=ranking.task.probe,
-            scout=None,
-            guard=None,
-            seed=seed,
-            **replicas,
-        )
+        options: dict[str, Any] = {
+            "knobs": [hdet.lr()],
+            "controller": hdet.Tracker(),
+            "scout": None,
+            "guard": None,
+        }
+        return hdet.HDET(base, **options, **common)
 
-    found = train_replicas(ranking, schedule, lr, seed, low)
+    found = train_replicas(ranking, schedule, lr, seed, low, NOISE if is_paper else 0.0)
     return found.row | {"group_lrs": found.group_lrs}
 
 
 def places(row: Row) -> dict[str, float]:
-    """The mean log learning rate of each group over the last 70 % of the cycles."""
+    """The mean log learning rate of each group while the learning rate still matters."""
     lrs = row["group_lrs"]
-    first = int(0.3 * len(lrs[GROUPS[0]]))
-    return {name: fmean(map(math.log, lrs[name][first:])) for name in GROUPS}
+    num = len(lrs[GROUPS[0]])
+    first = int(HANDED_OVER * num)
+    least = LEFT * row["low"] * row["ratio"]
+    middle = [median(lrs[name][cycle] for name in GROUPS) for cycle in range(num)]
+    last = next((at for at in range(first + 1, num) if middle[at] < least), num)
+    return {name: fmean(map(math.log, lrs[name][first:last])) for name in GROUPS}
 
 
 def has_papers_order(row: Row) -> bool:
@@ -94,39 +109,61 @@ def chance_of(count: int, num: int) -> float:
     return math.fsum(math.comb(num, k) * CHANCE**k * (1 - CHANCE) ** (num - k) for k in terms)
 
 
+def agreement(own: Sequence[Row]) -> tuple[float, float]:
+    """Kendall's W over runs, and the chance of as much agreement among random orders.
+
+    The chance is that of a chi-squared distribution with three degrees of freedom.
+    """
+    num, size = len(own), len(GROUPS)
+    sums = [sum(rank_of(row, group) for row in own) for group in GROUPS]
+    spread = math.fsum((total - num * (size + 1) / 2) ** 2 for total in sums)
+    w = 12 * spread / (num**2 * (size**3 - size))
+    chi = num * (size - 1) * w
+    return w, math.erfc(math.sqrt(chi / 2)) + math.sqrt(2 * chi / math.pi) * math.exp(-chi / 2)
+
+
 def table(rows: Sequence[Row]) -> list[list[str]]:
     """A line for each task, controller and ratio."""
-    head = ["Task", "Controller", "LR / best", "Paper's order", "Chance of as many"]
-    head += [f"Rank of {name}" for name in GROUPS] + ["Final LR / given"]
+    head = ["Task", "Controller", "Cycles", "LR / best", "Paper's order", "Chance of as many"]
+    head += [f"Rank of {name}" for name in GROUPS]
+    head += ["Kendall's W", "Chance of as much", "Final LR / given", "Crashed"]
     body = []
-    for task, name, ratio in dict.fromkeys(_line(row) for row in rows):
-        own = [row for row in rows if _line(row) == (task, name, ratio) and row["group_lrs"]]
+    for line in dict.fromkeys(map(line_of, rows)):
+        own = [row for row in rows if line_of(row) == line and row["group_lrs"]]
         if not own:
             continue
+        task, name, _, ratio = line
         count = sum(map(has_papers_order, own))
         ranks = [fmean(rank_of(row, group) for row in own) for group in GROUPS]
+        w, chance = agreement(own)
         body.append(
             [
                 task,
                 name,
+                f"{len(own[0]['group_lrs'][GROUPS[0]])}",
                 f"{ratio}",
                 f"{count} of {len(own)}",
                 f"{chance_of(count, len(own)):.3f}",
                 *(f"{rank:.2f}" for rank in ranks),
+                f"{w:.2f}",
+                f"{chance:.1g}",
                 f"{median(residual(row) for row in own):.2g}",
+                f"{sum(row['is_crashed'] for row in own)} of {len(own)}",
             ]
         )
     return [head, *body]
 
 
-def _line(row: Row) -> tuple[str, str, int]:
-    return row["task"], row["controller"], row["ratio"]
+def line_of(row: Row) -> tuple[str, str, str, int]:
+    length = next(name for name, (epochs, _) in LENGTHS.items() if epochs == row["epochs"])
+    return row["task"], row["controller"], length, row["ratio"]
 
 
-def rank_of(row: Row, group: str) -> int:
-    """1 for the group with the lowest learning rate, 4 for that with the highest."""
+def rank_of(row: Row, group: str) -> float:
+    """1 for the group with the lowest learning rate, 4 for the highest; ties share their ranks."""
     found = places(row)
-    return 1 + sum(value < found[group] for value in found.values())
+    own = found[group]
+    return 0.5 + sum((value < own) + 0.5 * (value == own) for value in found.values())
 
 
 def residual(row: Row) -> float:
@@ -136,14 +173,28 @@ def residual(row: Row) -> float:
 
 
 def headline(rows: Sequence[Row]) -> Row:
+    """Over both tasks where nothing crashes, then for each line of the table."""
     found: Row = {}
     for name in CONTROLLERS:
-        own = [row for row in rows if row["controller"] == name and row["group_lrs"]]
-        count = sum(map(has_papers_order, own))
-        found[f"{name}_papers_order"] = count
-        found[f"{name}_runs"] = len(own)
-        found[f"{name}_chance"] = chance_of(count, len(own)) if own else math.nan
-        found[f"{name}_final_share"] = median(map(residual, own)) if own else math.nan
+        for length in LENGTHS:
+            own = [
+                row for row in rows if line_of(row)[1:] == (name, length, 1) and row["group_lrs"]
+            ]
+            if own:
+                count = sum(map(has_papers_order, own))
+                found[f"{name} {length}"] = {
+                    "papers_order": count,
+                    "runs": len(own),
+                    "chance": chance_of(count, len(own)),
+                    "final_share": median(map(residual, own)),
+                }
+    for line in dict.fromkeys(map(line_of, rows)):
+        own = [row for row in rows if line_of(row) == line and row["group_lrs"]]
+        w, chance = agreement(own) if own else (math.nan, math.nan)
+        crashed = sum(row["is_crashed"] for row in own)
+        task, name, length, ratio = line
+        numbers = {"w": w, "chance_of_w": chance, "crashed": crashed, "runs": len(own)}
+        found[f"{task} {name} {length} x{ratio}"] = numbers
     return found
 
 

@@ -7,6 +7,7 @@ All rows train on the rest, once, with batches of the same size in all.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from hdet.replicas.stacked.vmap_compat import safe_attention
 
 NUM_REPLICAS, SPREAD, NOISE, SYNC_EVERY = 8, 1 / 9, 0.01, 20
 """The paper's, but for the length of a cycle: its 1000 steps are longer than a run here."""
+STEP_SIZE = 0.5
 EARLIER = 0.3
 """The share of the training data that the checkpoint sees."""
 SMOKE_STEPS = {"smoke": 40, "smoke with a scout": 144}
@@ -48,6 +50,10 @@ class Row:
     spread: float = SPREAD
     averages: bool = True
     auto_lr: bool = True
+    step_size: float = STEP_SIZE
+    """Of the controller, lambda in the paper."""
+    share: float = 1.0
+    """What the learning rate is multiplied by."""
 
 
 ROWS = {
@@ -59,6 +65,8 @@ ROWS = {
     "HDET": Row(is_warm=True),
     "control: Low from the checkpoint": Row(is_high=False, is_warm=True, is_plain=True),
     "control: HDET at Low": Row(is_high=False, is_warm=True),
+    "control: decay alone at Low": Row(is_high=False, is_warm=True, step_size=1e-12),
+    "control: a ninth of Low": Row(is_high=False, is_plain=True, share=1 / 9),
 }
 LOW_ROWS = [name for name, row in ROWS.items() if not row.is_high]
 HIGH_ROWS = [name for name, row in ROWS.items() if row.is_high]
@@ -71,16 +79,26 @@ class Ranking:
         table: "feed" (KuaiRand) or "census" (Census-Income).
         size: "full", "quick", or one of `SMOKE_STEPS`.
         folder: The data. Without it, the digits of scikit-learn as a table.
+        epochs: How often all data are seen.
+        every: Steps of a cycle.
     """
 
-    def __init__(self, table: str, size: str, folder: Path | None) -> None:
+    def __init__(
+        self,
+        table: str,
+        size: str,
+        folder: Path | None,
+        epochs: int = 1,
+        every: int = SYNC_EVERY,
+    ) -> None:
         entry = ENTRIES[f"ranking, {table}"]
         plan = entry.full if size == "full" else entry.quick
+        plan = plan._replace(steps=epochs * plan.steps)
         self.plan: Plan = plan._replace(steps=SMOKE_STEPS[size]) if size in SMOKE_STEPS else plan
         self.task: Task = entry.make(self.plan, folder, torch.device("cpu"))
         self.num_earlier = int(EARLIER * self.plan.steps)
         self.steps = self.plan.steps - self.num_earlier
-        self.sync_every = min(SYNC_EVERY, max(self.steps // 10, 1))
+        self.sync_every = min(every, max(self.steps // 10, 1))
 
     def batches(self, seed: int, first: int, num: int) -> list[tuple[Tensor, ...]]:
         """The batches from a place on, in the order of this seed."""
@@ -90,12 +108,16 @@ class Ranking:
             for place in range(first, first + num)
         ]
 
-    def groups(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """Make AdamW with the paper's four groups, by name."""
+    def groups(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """Make AdamW with the paper's four groups, by name; one has no weight decay."""
         members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
         for name, parameter in model.named_parameters():
             members[GROUPS[self.task.group_of(name)]].append(parameter)
-        return torch.optim.AdamW([{"params": p, "name": n} for n, p in members.items()], lr=lr)
+        named = [
+            {"params": p, "name": n} | ({"weight_decay": 0.0} if n == "no_decay" else {})
+            for n, p in members.items()
+        ]
+        return torch.optim.AdamW(named, lr=lr)
 
     def measures(self, model: Any) -> dict[str, float]:
         """What a model is worth on data that nothing else sees; nan where it is not finite."""
@@ -145,6 +167,7 @@ def train(ranking: Ranking, name: str, lr: float, low: float, seed: int) -> dict
         Training loss, measures on held-out data, whether it crashed, and learning rates by group.
     """
     row = ROWS[name]
+    lr = lr * row.share
     if row.is_plain:
         return train_plain(ranking, lr, seed, low if row.is_warm else None)
 
@@ -156,6 +179,7 @@ def train(ranking: Ranking, name: str, lr: float, low: float, seed: int) -> dict
             spread=row.spread,
             sync_every=ranking.sync_every if row.averages else ranking.steps,
             auto_lr=row.auto_lr,
+            step_size=row.step_size,
             seed=seed,
             **replicas,
         )
@@ -253,10 +277,10 @@ def _row(
 
 def load(job: Mapping[str, Any], folder: str | None) -> Ranking:
     """The task of a job, made once for a process."""
-    key = (job["task"], job["size"], folder)
-    if key not in _LOADED:
-        _LOADED[key] = Ranking(job["task"], job["size"], Path(folder) if folder else None)
-    return _LOADED[key]
+    length = job.get("epochs", 1), job.get("every", SYNC_EVERY)
+    return _made(job["task"], job["size"], folder, *length)
 
 
-_LOADED: dict[tuple[str, str, str | None], Ranking] = {}
+@cache
+def _made(task: str, size: str, folder: str | None, epochs: int, every: int) -> Ranking:
+    return Ranking(task, size, Path(folder) if folder else None, epochs, every)

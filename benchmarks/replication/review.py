@@ -14,7 +14,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -27,10 +27,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks.replication import quadratics
-from benchmarks.replication.jobs import Row, is_row_of
+from benchmarks.replication.jobs import Row
 from benchmarks.replication.ranker import (
     NUM_REPLICAS,
-    SMOKE_STEPS,
     SPREAD,
     Ranking,
     Replicas,
@@ -39,6 +38,7 @@ from benchmarks.replication.ranker import (
     train_replicas,
 )
 from benchmarks.replication.script import (
+    Book,
     Job,
     Tables,
     change,
@@ -46,21 +46,19 @@ from benchmarks.replication.script import (
     mean_and_error,
     parse,
     path_of,
-    show,
-    worker,
 )
-from benchmarks.result_file import RESULTS, plain_json, read_result, write_result
+from benchmarks.result_file import RESULTS
 from benchmarks.zoo.models import GPT
 from benchmarks.zoo.runs import run_stacked
 from benchmarks.zoo.small.catalogue import TASKS
 from benchmarks.zoo.small.optimizers import adamw
-from benchmarks.zoo.small.task import Schedule, SmallTask
+from benchmarks.zoo.small.task import Schedule, SmallTask, with_steps
 from benchmarks.zoo.small.texts import SIZE, byte_task
 from benchmarks.zoo.small.train import train
 
 PATH = RESULTS / "replication_review.json"
 PARTS = ("networks", "intervals", "factorial", "quadratics")
-SEEDS = {"full": (0, 1, 2), "quick": (0,), "smoke": (0,)}
+SEEDS = {"full": (0, 1, 2, 3, 4), "quick": (0,), "smoke": (0,)}
 GRID_SEEDS = {"full": (100, 101), "quick": (100,), "smoke": (100,)}
 GRID = {"full": range(-4, 5), "quick": range(-2, 3), "smoke": range(2)}
 """Factors of two around the typical learning rate of the optimizer."""
@@ -73,6 +71,8 @@ Options = dict[str, Any]
 PLAIN: dict[str, Schedule] = {"OneCycle": "onecycle", "cosine": "cosine"}
 LONGER = "OneCycle, as long as hdet takes"
 ALONE = "replicas alone"
+"""Without anything of hdet but their own BatchNorm: each sees an eighth of a batch."""
+AWAY = {"OneCycle, from a tenth": 0.1, "OneCycle, from ten times": 10.0}
 WAYS: dict[str, tuple[float, Options]] = {
     ALONE: (1.0, {"scout": None, "guard": None}),
     "hdet": (1.0, {}),
@@ -80,6 +80,7 @@ WAYS: dict[str, tuple[float, Options]] = {
     "hdet, from ten times": (10.0, {}),
     "the paper": (1.0, {"preset": "paper", "sync_every": 20}),
     "the paper, from a tenth": (0.1, {"preset": "paper", "sync_every": 20}),
+    "the paper, cycles of two steps, from a tenth": (0.1, {"preset": "paper", "sync_every": 2}),
 }
 """What the learning rate is in units of the best for OneCycle, and the options of HDET."""
 
@@ -92,7 +93,7 @@ def network(name: str, size: str) -> SmallTask:
         return replace({"images": images, "text": text}[name], steps=8)
     text = byte_task("text", adamw(0.1), "wikitext", lambda: GPT(SIZE), "onecycle")
     task = {"images": TASKS["conv_cifar_batchnorm_adamw"], "text": text}[name]
-    return replace(task, steps=task.steps if size == "full" else 150)
+    return task if size == "full" else replace(task, steps=150)
 
 
 def run_network(job: Job, folder: str | None) -> Row:
@@ -104,9 +105,10 @@ def run_network(job: Job, folder: str | None) -> Row:
         task, lr = replace(task, schedule="onecycle"), job["lr"] * factor
         ended = run_stacked(task, lr, job["seed"], NUM_REPLICAS, **options)
         return {"loss": ended.loss, "seconds": time.process_time() - begun}
-    steps = job.get("steps", task.steps)
-    task = replace(task, schedule=PLAIN.get(way, "onecycle"), steps=steps)
-    found = train(task, job["lr"], job["seed"])
+    task = replace(task, schedule=PLAIN.get(way, "onecycle"))
+    if "steps" in job:
+        task = with_steps(task, job["steps"])
+    found = train(task, job["lr"] * AWAY.get(way, 1.0), job["seed"])
     return {"loss": found["loss"], "seconds": time.process_time() - begun}
 
 
@@ -142,7 +144,9 @@ def network_jobs(size: str, rows: Sequence[Row]) -> list[Job]:
     for name, seed in product(NETWORKS, SEEDS[size]):
         own = {"part": "networks", "task": name, "size": size, "seed": seed}
         made += [{**own, "way": way, "lr": best_lr(rows, name, way)} for way in PLAIN]
-        made += [{**own, "way": way, "lr": best_lr(rows, name, "OneCycle")} for way in WAYS]
+        made += [
+            {**own, "way": way, "lr": best_lr(rows, name, "OneCycle")} for way in (*AWAY, *WAYS)
+        ]
     return made
 
 
@@ -175,18 +179,13 @@ FANS: dict[str, Options] = {
 }
 LEVELS = {
     "spread": (1 / 9, 1 / 3),
-    "sync_every": (10, 50),
+    "sync_every": (4, 20),
     "temperature": (0.002, 0.1),
     "step_size": (0.1, 0.5),
 }
 """alpha, T, sigma and lambda."""
 STARTS = (1.0, 0.1)
 RANKER = "feed"
-
-
-def ranking_size(size: str) -> str:
-    """Of the ranker's runs."""
-    return size if size in SMOKE_STEPS else "quick"
 
 
 def ranker_grid_jobs(size: str) -> list[Job]:
@@ -230,7 +229,7 @@ def factorial_jobs(size: str, rows: Sequence[Row]) -> list[Job]:
 
 
 def ranking(job: Job, folder: str | None) -> Ranking:
-    return load({"task": RANKER, "size": ranking_size(job["size"])}, folder)
+    return load({"task": RANKER, "size": job["size"]}, folder)
 
 
 def run_plain_ranker(job: Job, folder: str | None) -> Row:
@@ -324,7 +323,7 @@ def above(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float]:
 def network_table(rows: Sequence[Row]) -> list[list[str]]:
     """For each way, how far it ends above OneCycle at the best of its grid."""
     head = ["Way", *NETWORKS]
-    ways = [*PLAIN, LONGER, *(way for way in WAYS if way != ALONE)]
+    ways = [*PLAIN, LONGER, *AWAY, *WAYS]
     body = [
         [
             way,
@@ -354,6 +353,18 @@ def interval_table(rows: Sequence[Row]) -> list[list[str]]:
         own = partial(of, rows, "intervals", way=way, num=count)
         body.append([way, f"{count}", *(change(*above(own(every=t), plain)) for t in every)])
     return [head, *body]
+
+
+def pooled_intervals(rows: Sequence[Row]) -> Row:
+    """How far each way ends above plain training over all N and T; the error is that over seeds."""
+    plain = of(rows, "intervals", way="plain")
+    found: Row = {}
+    for way in FANS:
+        by_seed = [above(of(rows, "intervals", way=way, seed=row["seed"]), [row]) for row in plain]
+        means = [mean for mean, _ in by_seed if not math.isnan(mean)]
+        if means:
+            found[f"intervals {way} pct"], found[f"intervals {way} error"] = mean_and_error(means)
+    return found
 
 
 def factorial_effects(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -412,13 +423,14 @@ def tables(rows: Sequence[Row]) -> Tables:
 def headline(rows: Sequence[Row]) -> Row:
     """The differences that pages quote."""
     found: Row = {}
-    for task, way in product(NETWORKS, [*PLAIN, LONGER, *WAYS]):
-        if way not in ("OneCycle", ALONE):
+    for task, way in product(NETWORKS, [*PLAIN, LONGER, *AWAY, *WAYS]):
+        if way != "OneCycle":
             base = of(rows, "networks", task=task, way="OneCycle")
             mean, error = above(of(rows, "networks", task=task, way=way), base)
             if not math.isnan(mean):
                 found[f"{task} {way} vs OneCycle pct"] = mean
                 found[f"{task} {way} vs OneCycle error"] = error
+    found |= pooled_intervals(rows)
     effects = factorial_effects(rows).values()
     if effects:
         found["largest effect pct"] = max(abs(e) for by in effects for e in by.values())
@@ -432,43 +444,32 @@ def headline(rows: Sequence[Row]) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     options = parse((__doc__ or "").splitlines()[0], arguments, PARTS)
-    size, path = options.size, path_of(PATH, options)
-    kept, work = read_result(path), worker(run, options)
-    rows: list[Row] = list(kept.get("rows", []))
+    size = options.size
 
-    def make(jobs: Sequence[Mapping[str, Any]]) -> None:
-        nonlocal rows
-        others = [row for row in rows if not any(is_row_of(job, row) for job in jobs)]
+    def parts(rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            "headline": headline(rows),
+            "settings": {"size": size, "grid": "2 ** " + f"{list(GRID[size])}"},
+            "seeds": list(SEEDS[size]),
+            "tables": tables(rows),
+        }
 
-        def keep(now: Sequence[Row]) -> None:
-            every = plain_json([*others, *now])  # as the file has them
-            write_result(
-                path,
-                headline=headline(every),
-                settings={"size": size, "grid": "2 ** " + f"{list(GRID[size])}"},
-                seeds=list(SEEDS[size]),
-                kept=kept or None,
-                tables=tables(every),
-                rows=every,
-            )
-
-        rows = [*others, *work(jobs, known=rows, keep=keep)]
-
+    book = Book(path_of(PATH, options), run, options, parts)
     if "quadratics" in options.only:
-        make(quadratic_jobs(size))
+        book.make(quadratic_jobs(size))
     if "networks" in options.only:
-        make(grid_jobs(size))
-        make(network_jobs(size, rows))
-        make(longer_jobs(size, rows))
+        book.make(grid_jobs(size))
+        book.make(network_jobs(size, book.rows))
+        book.make(longer_jobs(size, book.rows))
     if {"intervals", "factorial"} & set(options.only):
-        make(ranker_grid_jobs(size))
-        make(plain_ranker_jobs(size, rows))
+        book.make(ranker_grid_jobs(size))
+        book.make(plain_ranker_jobs(size, book.rows))
     if "intervals" in options.only:
-        make(interval_jobs(size, rows))
+        book.make(interval_jobs(size, book.rows))
     if "factorial" in options.only:
-        make(factorial_jobs(size, rows))
-    show(tables(rows))
-    return path
+        book.make(factorial_jobs(size, book.rows))
+    book.summarise()
+    return book.path
 
 
 if __name__ == "__main__":

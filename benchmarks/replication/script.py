@@ -10,8 +10,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Protocol
 
-from benchmarks.replication.jobs import Row, work_through
-from benchmarks.result_file import RESULTS, plain_json, read_result, write_result
+from benchmarks.replication.jobs import Row, is_row_of, work_through
+from benchmarks.result_file import (
+    RESULTS,
+    plain_json,
+    read_result,
+    summarise_again,
+    write_result,
+)
 
 TABLE1 = RESULTS / "replication_table1.json"
 TASKS = ("feed", "census")
@@ -23,6 +29,44 @@ Tables = Mapping[str, Sequence[Sequence[str]]]
 
 class Run(Protocol):
     def __call__(self, job: Job, *, folder: str | None) -> Row: ...
+
+
+class Book:
+    """The rows of a result file, and how more of them are made.
+
+    Args:
+        path: The file. Rows that it has are kept.
+        run: Makes a row of a job.
+        options: The arguments of the script.
+        parts: All rows -> the other parts of the file, with `headline`, `settings` and `seeds`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run: Run,
+        options: argparse.Namespace,
+        parts: Callable[[Sequence[Row]], Mapping[str, Any]],
+    ) -> None:
+        self.path, self._parts = path, parts
+        self._kept, self._work = read_result(path), worker(run, options)
+        self.rows: list[Row] = list(self._kept.get("rows", []))
+
+    def make(self, jobs: Sequence[Job]) -> None:
+        """Run what is missing; all rows are kept as they end."""
+        others = [row for row in self.rows if not any(is_row_of(job, row) for job in jobs)]
+
+        def keep(now: Sequence[Row]) -> None:
+            rows = plain_json([*others, *now])  # as the file has them, so that a headline follows
+            write_result(self.path, kept=self._kept or None, rows=rows, **self._parts(rows))
+
+        self.rows = [*others, *self._work(jobs, known=self.rows, keep=keep)]
+
+    def summarise(self) -> None:
+        """Write what the rows come to, by the present rules, and print the tables."""
+        parts = self._parts(plain_json(self.rows))
+        summarise_again(self.path, headline=parts["headline"], tables=parts["tables"])
+        show(parts["tables"])
 
 
 @dataclass(frozen=True)
@@ -40,30 +84,27 @@ class Script:
     def main(self, arguments: Sequence[str] | None = None) -> Path:
         """Run what is missing, write the result file and print the tables."""
         options = parse(self.question, arguments)
-        size, path = options.size, path_of(self.path, options)
-        kept = read_result(path)
-        low = best_lrs(size, options.only)
+        size, low = options.size, best_lrs(options.size, options.only)
 
-        def keep(made: Sequence[Row]) -> None:
-            rows = plain_json(made)  # as the file has them, so that the headline follows from it
-            write_result(
-                path,
-                headline=self.headline(rows),
-                settings={"size": size, "low": low},
-                seeds=sorted({row["seed"] for row in rows}),
-                kept=kept or None,
-                tables=self.tables(rows),
-                rows=rows,
-            )
+        def parts(rows: Sequence[Row]) -> dict[str, Any]:
+            return {
+                "headline": self.headline(rows),
+                "settings": {"size": size, "low": low},
+                "seeds": sorted({row["seed"] for row in rows}),
+                "tables": self.tables(rows),
+            }
 
-        work = worker(self.run, options)
-        rows = work(self.jobs(size, low), known=kept.get("rows", []), keep=keep)
-        show(self.tables(rows))
-        return path
+        book = Book(path_of(self.path, options), self.run, options, parts)
+        book.make(self.jobs(size, low))
+        book.summarise()
+        return book.path
 
 
 def parse(
-    question: str, arguments: Sequence[str] | None, tasks: Sequence[str] = TASKS
+    question: str,
+    arguments: Sequence[str] | None,
+    tasks: Sequence[str] = TASKS,
+    devices: Sequence[str] = ("cpu",),
 ) -> argparse.Namespace:
     """Read the arguments of a script."""
     parser = argparse.ArgumentParser(description=question)
@@ -74,6 +115,8 @@ def parse(
         )
     parser.add_argument("--only", choices=tasks, action="append", help="a task; all by default")
     parser.add_argument("--workers", type=int, default=2, help="processes; 0 runs in this one")
+    if len(devices) > 1:
+        parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--out", type=Path, help="another result file")
     options = parser.parse_args(arguments)
     options.only = options.only or list(tasks)

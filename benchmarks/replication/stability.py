@@ -85,7 +85,7 @@ def regrets(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[float
         for row in rows
         if row["way"] == "plain" and row["ratio"] == 1 and row["start"] == start
     }
-    own = _of(rows, way, start, ratio)
+    own = of(rows, way, start, ratio)
     known = [row for row in own if (row["task"], row["seed"]) in plain]
     return [
         100 * (finite(row["validation_loss"]) / plain[row["task"], row["seed"]] - 1)
@@ -93,7 +93,7 @@ def regrets(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[float
     ]
 
 
-def _of(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[Row]:
+def of(rows: Sequence[Row], way: str, start: str, ratio: int) -> list[Row]:
     wanted = (way, start, ratio)
     return [row for row in rows if (row["way"], row["start"], row["ratio"]) == wanted]
 
@@ -105,7 +105,7 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     for way in WAYS:
         for start in STARTS:
             for ratio in sorted({row["ratio"] for row in rows} - {1}):
-                own = _of(rows, way, start, ratio)
+                own = of(rows, way, start, ratio)
                 found = regrets(rows, way, start, ratio)
                 if not own or len(found) < len(own):
                     continue
@@ -121,7 +121,10 @@ def headline(rows: Sequence[Row]) -> Row:
     found: Row = {}
     for way in WAYS:
         own = [row for row in rows if row["way"] == way and row["ratio"] > 1]
-        found[way] = {"crashed": sum(row["is_crashed"] for row in own), "runs": len(own)}
+        # A search that finds the same from several starts has made one run, and not several.
+        distinct = {(r["task"], r["start"], r["seed"], r["validation_loss"]) for r in own}
+        crashed = sum(row["is_crashed"] for row in own)
+        found[way] = {"crashed": crashed, "runs": len(own), "distinct": len(distinct)}
     return found
 
 

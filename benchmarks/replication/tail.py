@@ -1,19 +1,23 @@
 """Does an ensemble in the tail of a run beat plain training? -> replication_tail.json
 
     HDET_DATA=FOLDER python -m benchmarks.replication.tail [--quick | --smoke] [--only TASK]
+        [--device cuda]
 
-Five recipes that part replicas late, and average them, against plain training at the best learning
-rate of a grid, running means of its weights, and primal averaging with one worker. All see the same
-samples as often. These rules were set before the first run:
+Recipes that part replicas late, and average them, against plain training at the best learning rate
+of a grid, running means of its weights, and primal averaging with one worker. All see the same
+samples as often. Tasks are of two kinds: runs of a few epochs, and runs of many epochs with large
+batches, where averages are known to gain. Recipes were chosen on seeds 200 to 207, and these rules
+were set before the first run of the seeds below:
 
-- A recipe stops after four seeds if it is worse than the best control, by two standard errors, on
-  two tasks.
+- A recipe stops in a kind after four seeds if it is worse than the best control, by two standard
+  errors, on two of its tasks.
 - It wins a task if it is better than the best control of this task by two standard errors.
-- It wins if it wins two of three tasks on ten seeds, and again on ten fresh seeds.
+- It wins a kind if it wins two of its three tasks on ten seeds, and again on ten fresh seeds.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -21,8 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.replication.jobs import Row, is_row_of
+from benchmarks.learning_rate.methods.bench import Bench
+from benchmarks.replication.jobs import Row
 from benchmarks.replication.script import (
+    Book,
     Job,
     Tables,
     change,
@@ -30,11 +36,10 @@ from benchmarks.replication.script import (
     mean_and_error,
     parse,
     path_of,
-    show,
-    worker,
 )
-from benchmarks.replication.tail_tasks import TASKS, bench_of, calibration, relative
+from benchmarks.replication.tail_tasks import KINDS, TASKS, bench_of, calibration, relative
 from benchmarks.replication.tail_training import (
+    REACHES,
     RECIPES,
     WHOLE,
     Tail,
@@ -43,20 +48,21 @@ from benchmarks.replication.tail_training import (
     greedy_soup,
     whole,
 )
-from benchmarks.result_file import RESULTS, plain_json, read_result, write_result
+from benchmarks.result_file import RESULTS, word_of
 
 PATH = RESULTS / "replication_tail.json"
-GRID_SEEDS = (100, 101, 102)
+GRID_SEEDS = (100, 101)
 FIRST, REST, FRESH = range(4), range(4, 10), range(10, 20)
 APART = range(300, 308)
 """Of the runs whose differences are measured: eight plain runs are the ensemble to compare with."""
-HALF_GRID = 3
+HALF_GRIDS = {"plain": 2}
+HALF_GRID = 1
 """Factors of two to both sides of the middle; a grid is widened while its end is the best."""
 GPA = [name for name in WHOLE if name.startswith("GPA")]
-CONTROLS = ("plain", "EMA 1 %", "EMA 5 %", "GPA")
-COOL = "R2 divergent cool-down"
+CONTROLS = ("plain", *REACHES, "GPA")
+COOL, ANYTIME = "R2 divergent cool-down", "R5 anytime average"
 PICKS = {f"{COOL}, greedy soup": greedy_soup, f"{COOL}, best member": best_member}
-TRIED = (*RECIPES, *PICKS, "R5 anytime average")
+TRIED = (*RECIPES, *PICKS, ANYTIME)
 ERRORS, TASKS_TO_WIN = 2.0, 2
 
 
@@ -80,20 +86,19 @@ SIZES = {
 # Runs -------------------------------------------------------------------------------------------
 
 
-def run(job: Job, *, folder: str | None) -> Row:
+def run(job: Job, *, folder: str | None, device: str = "cpu") -> Row:
     """Train the runs of one job, all of them at once."""
     torch.set_num_threads(1)
-    kinds: dict[str, Callable[[Job, str | None], Row]] = {
+    kinds: dict[str, Callable[..., Row]] = {
         "grid": grid,
         "tails": tails,
         "differences": differences,
     }
-    return kinds[job["kind"]](job, folder)
+    return kinds[job["kind"]](job, bench_of(job["task"], job["size"], folder, device))
 
 
-def grid(job: Job, folder: str | None) -> Row:
+def grid(job: Job, bench: Bench) -> Row:
     """The mean loss of a whole run at every learning rate of a grid."""
-    bench = bench_of(job["task"], job["size"], folder)
     seeds = SIZES[job["size"]].grid
     lrs = [bench.plan.middle * 2.0**place for place in range(job["low"], job["high"] + 1)]
     pairs = [(lr, seed) for lr in lrs for seed in seeds]
@@ -103,36 +108,45 @@ def grid(job: Job, folder: str | None) -> Row:
     return {"curve": dict(zip([f"{lr:.6g}" for lr in lrs], means, strict=True))}
 
 
-def tails(job: Job, folder: str | None) -> Row:
-    """The losses of all recipes and controls, seed by seed."""
-    bench, seeds = bench_of(job["task"], job["size"], folder), numbers_of(job["seeds"])
+def tails(job: Job, bench: Bench) -> Row:
+    """The losses of all recipes and controls, seed by seed, and the shares of right answers."""
+    found = {name: list(measures) for name, measures in candidates(job, bench)}
+    right = {
+        name: [one.get("accuracy", one.get("auc")) for one in measures]
+        for name, measures in found.items()
+    }
+    return {
+        "losses": {n: [one["loss"] for one in measures] for n, measures in found.items()},
+        "right": {n: shares for n, shares in right.items() if shares[0] is not None},
+    }
+
+
+def candidates(job: Job, bench: Bench) -> Iterator[tuple[str, list[dict[str, float]]]]:
+    """What the weights of each control, and of each recipe that is tried, are worth."""
+    seeds, tried = numbers_of(job["seeds"]), job["tried"]
     trunk = Trunk(bench, seeds, job["lrs"]["plain"])
-    losses = {"plain": trunk.losses(trunk.fleet.weights)}
-    losses |= {name: trunk.losses(mean.weights) for name, mean in trunk.means.items()}
-    for name, method in (("GPA", job["gpa"]), ("R5 anytime average",) * 2):
-        if name == "GPA" or name in job["tried"]:
-            lrs = [job["lrs"][method]] * len(seeds)
-            losses[name] = [one["loss"] for one in whole(bench, method, lrs, seeds)]
+    for name, weights in {"plain": trunk.fleet.weights.clone(), **trunk.means}.items():
+        yield name, trunk.measures(weights)
+    for name, method in (("GPA", job["gpa"]), (ANYTIME, ANYTIME)):
+        if name == "GPA" or name in tried:
+            yield name, whole(bench, method, [job["lrs"][method]] * len(seeds), seeds)
     for name, recipe in RECIPES.items():
-        picks = {pick: choose for pick, choose in PICKS.items() if pick.startswith(name)}
-        wanted = {pick: choose for pick, choose in picks.items() if pick in job["tried"]}
-        if name not in job["tried"] and not wanted:
-            continue
-        members = Tail(trunk, recipe, TASKS[job["task"]].regularise).train()
-        losses[name] = trunk.losses(members.mean(1))
-        losses |= {pick: trunk.losses(choose(trunk, members)) for pick, choose in wanted.items()}
-    return {"losses": losses}
+        picks = {p: choose for p, choose in PICKS.items() if p.startswith(name) and p in tried}
+        if name in tried or picks:
+            members = Tail(trunk, recipe, TASKS[job["task"]].regularise).train()
+            yield name, trunk.measures(members.mean(1))
+            for pick, choose in picks.items():
+                yield pick, trunk.measures(choose(trunk, members))
 
 
-def differences(job: Job, folder: str | None) -> Row:
+def differences(job: Job, bench: Bench) -> Row:
     """How members differ, how sure they are, and how flat the place of their mean is."""
-    bench, seeds = bench_of(job["task"], job["size"], folder), numbers_of(job["seeds"])
-    trunk = Trunk(bench, seeds, job["lrs"]["plain"])
-    flat = {"plain": trunk.fleet.weights, "EMA 5 %": trunk.means["EMA 5 %"].weights}
+    trunk = Trunk(bench, numbers_of(job["seeds"]), job["lrs"]["plain"])
+    flat = {"plain": trunk.fleet.weights.clone(), "EMA 5 %": trunk.means["EMA 5 %"]}
     found: Row = {}
     truth = bench.task.truth
     if truth is not None:
-        found["runs of their own"] = calibration(answers_of(trunk, trunk.fleet.weights), truth)
+        found["runs of their own"] = calibration(answers_of(trunk, flat["plain"]), truth)
     for name in ("soup", COOL):
         members = Tail(trunk, RECIPES[name], TASKS[job["task"]].regularise).train()
         flat |= {name: members.mean(1), f"{name}, a member": members[:, 0].clone()}
@@ -158,13 +172,15 @@ def numbers_of(seeds: str) -> list[int]:
 # What runs come to -------------------------------------------------------------------------------
 
 
-def losses_of(rows: Sequence[Row], task: str, seeds: Sequence[int]) -> dict[str, list[float]]:
+def losses_of(
+    rows: Sequence[Row], task: str, seeds: Sequence[int], what: str = "losses"
+) -> dict[str, list[float]]:
     """The losses of every candidate that all of these seeds have, in their order."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["kind"] != "tails" or row["task"] != task:
             continue
-        for name, losses in row["losses"].items():
+        for name, losses in row[what].items():
             of_seed = dict(zip(numbers_of(row["seeds"]), losses, strict=True))
             found.setdefault(name, {}).update(of_seed)
     return {
@@ -188,6 +204,14 @@ def gain(rows: Sequence[Row], task: str, name: str, seeds: Sequence[int]) -> tup
     if not all(map(math.isfinite, each)):
         return -math.inf, math.nan
     return mean_and_error(each)
+
+
+def more_right(rows: Sequence[Row], task: str, name: str, seeds: Sequence[int]) -> float:
+    """How many more answers are right than plain training's, in percent points; or the AUC."""
+    right = losses_of(rows, task, seeds, "right")
+    if name not in right:
+        return math.nan
+    return 100 * (fmean(right[name]) - fmean(right["plain"]))
 
 
 def won(rows: Sequence[Row], name: str, seeds: Sequence[int], tasks: Sequence[str]) -> int:
@@ -232,38 +256,39 @@ def best_gpa(rows: Sequence[Row], task: str) -> str:
 
 
 class Work:
-    """All rows of the file, and how more of them are made."""
+    """What is run for the tasks of one kind, one thing after the other."""
 
-    def __init__(self, arguments: Sequence[str] | None) -> None:
-        question = (__doc__ or "").splitlines()[0]
-        options = parse(question, arguments, list(TASKS))
-        self.size, self.tasks = options.size, options.only
-        self.path = path_of(PATH, options)
-        self._kept = read_result(self.path)
-        self.rows: list[Row] = list(self._kept.get("rows", []))
-        self._run = worker(run, options)
-        self.seeds = SIZES[self.size]
+    def __init__(self, book: Book, size: str, tasks: Sequence[str]) -> None:
+        self.book, self.size, self.tasks, self.seeds = book, size, tasks, SIZES[size]
 
-    def make(self, jobs: Sequence[Job]) -> None:
-        """Run what is missing; all rows are kept as they end."""
-        others = [row for row in self.rows if not any(is_row_of(job, row) for job in jobs)]
-
-        def keep(now: Sequence[Row]) -> None:
-            self.rows = plain_json([*others, *now])  # as the file has them
-            self._write()
-
-        made = self._run(jobs, known=self.rows, keep=keep)
-        self.rows = [*others, *made]
+    def all(self) -> None:
+        """Grids, the first seeds, the others of what is left, fresh ones of what wins."""
+        seeds, tasks = self.seeds, self.tasks
+        self.grids()
+        self.tails(seeds.first, TRIED)
+        rows = self.book.rows
+        left = [name for name in TRIED if not stopped(rows, name, seeds.first, tasks)]
+        self.tails(seeds.rest, left)
+        rows, both = self.book.rows, [*seeds.first, *seeds.rest]
+        self.tails(
+            seeds.fresh, [name for name in left if won(rows, name, both, tasks) >= TASKS_TO_WIN]
+        )
+        self.book.make([self._job("differences", task, seeds.apart) for task in tasks])
 
     def grids(self) -> None:
         """A grid for each method of whole runs, widened while its end is the best."""
-        jobs = [self._grid(t, m, -HALF_GRID, HALF_GRID) for t in self.tasks for m in WHOLE]
-        self.make(jobs)
+        jobs = [
+            self._grid(task, method, -half, half)
+            for task in self.tasks
+            for method in WHOLE
+            for half in [HALF_GRIDS.get(method, HALF_GRID)]
+        ]
+        self.book.make(jobs)
         while self.size == "full":
             wider = [w for job in jobs if (w := self._wider(job)) is not None]
             if not wider:
                 return
-            self.make(wider)
+            self.book.make(wider)
             jobs = [self._joined(job) for job in jobs]
 
     def _grid(self, task: str, method: str, low: int, high: int) -> dict[str, Any]:
@@ -271,8 +296,9 @@ class Work:
         return {**own, "low": low, "high": high}
 
     def _wider(self, job: Job) -> dict[str, Any] | None:
-        best = best_lrs(self.rows, job["task"])[job["method"]]
-        place = round(math.log2(best / bench_middle(job["task"], self.size)))
+        best = best_lrs(self.book.rows, job["task"])[job["method"]]
+        middle = float(getattr(TASKS[job["task"]], self.size).middle)
+        place = round(math.log2(best / middle))
         if job["low"] < place < job["high"]:
             return None
         low, high = (
@@ -285,7 +311,7 @@ class Work:
     def _joined(self, job: Job) -> dict[str, Any]:
         own = [
             row
-            for row in self.rows
+            for row in self.book.rows
             if row["kind"] == "grid"
             and (row["task"], row["method"]) == (job["task"], job["method"])
         ]
@@ -295,10 +321,8 @@ class Work:
     def tails(self, seeds: Sequence[int], tried: Sequence[str]) -> None:
         """All recipes that are still tried, on these seeds."""
         if seeds and tried:
-            self.make([self._job("tails", task, seeds, tried=list(tried)) for task in self.tasks])
-
-    def differences(self) -> None:
-        self.make([self._job("differences", task, self.seeds.apart) for task in self.tasks])
+            jobs = [self._job("tails", task, seeds, tried=list(tried)) for task in self.tasks]
+            self.book.make(jobs)
 
     def _job(self, kind: str, task: str, seeds: Sequence[int], **more: Any) -> Job:
         return {
@@ -306,79 +330,41 @@ class Work:
             "size": self.size,
             "kind": kind,
             "seeds": f"{min(seeds)}-{max(seeds)}",
-            "lrs": best_lrs(self.rows, task),
-            "gpa": best_gpa(self.rows, task),
+            "lrs": best_lrs(self.book.rows, task),
+            "gpa": best_gpa(self.book.rows, task),
             **more,
         }
 
-    def known_seeds(self) -> list[int]:
-        """The seeds of the first comparison that are done, for all tasks."""
-        done = [*self.seeds.first, *self.seeds.rest]
-        whole = all(losses_of(self.rows, task, done) for task in self.tasks)
-        return done if whole else list(self.seeds.first)
 
-    def tables(self) -> Tables:
-        done = [row["task"] for row in self.rows if row["kind"] == "tails"]
-        tasks = list(dict.fromkeys(done))
-        return {
-            "tails": table(self.rows, tasks, self.known_seeds()),
-            "tails_on_fresh_seeds": table(self.rows, tasks, self.seeds.fresh),
-            "differences": difference_table(self.rows),
-        }
-
-    def headline(self) -> Row:
-        """Of each recipe, against the best control of each task."""
-        found: Row = {}
-        for name in TRIED:
-            # A recipe that was stopped has the seeds until then.
-            seeds = next(
-                (
-                    some
-                    for some in (self.known_seeds(), list(self.seeds.first))
-                    if all(name in losses_of(self.rows, task, some) for task in self.tasks)
-                ),
-                [],
-            )
-            pairs = [gain(self.rows, task, name, seeds) for task in self.tasks]
-            if seeds:
-                found[name] = {
-                    "mean_gain_pct": fmean(mean for mean, _ in pairs),
-                    "standard_error": math.hypot(*(error for _, error in pairs)) / len(pairs),
-                    "tasks_won": won(self.rows, name, seeds, self.tasks),
-                    "tasks": len(pairs),
-                    "seeds": len(seeds),
-                }
-        return found
-
-    def _write(self) -> None:
-        write_result(
-            self.path,
-            headline=self.headline(),
-            settings={"size": self.size, "rules": {"errors": ERRORS, "tasks": TASKS_TO_WIN}},
-            seeds=sorted(
-                {seed for r in self.rows if r["kind"] == "tails" for seed in numbers_of(r["seeds"])}
-            ),
-            kept=self._kept or None,
-            tables=self.tables(),
-            rows=self.rows,
-        )
+# The file ---------------------------------------------------------------------------------------
 
 
-def bench_middle(task: str, size: str) -> float:
-    return float(getattr(TASKS[task], size).middle)
+def seeds_of(rows: Sequence[Row], tasks: Sequence[str], name: str, sizes: Sizes) -> list[int]:
+    """The seeds of the first comparison that a candidate has on all tasks; none without."""
+    for seeds in ([*sizes.first, *sizes.rest], list(sizes.first)):
+        if all(name in losses_of(rows, task, seeds) for task in tasks):
+            return seeds
+    return []
 
 
-def table(rows: Sequence[Row], tasks: Sequence[str], seeds: Sequence[int]) -> list[list[str]]:
-    """For each task the best control, then how much better each recipe is."""
-    head, body = ["Recipe", *tasks], []
-    known = [losses_of(rows, task, seeds) for task in tasks]
-    if not tasks or not all(known):
-        return [head]
-    body.append(["best control", *(best_control(losses) for losses in known)])
+def table(
+    rows: Sequence[Row], tasks: Sequence[str], sizes: Sizes, *, fresh: bool = False
+) -> list[list[str]]:
+    """For each task the best control, then how much better each recipe is than that."""
+    head = ["Recipe", "Seeds", *tasks, "More right answers, points"]
+    body = []
     for name in (*CONTROLS, *TRIED):
+        seeds = list(sizes.fresh) if fresh else seeds_of(rows, tasks, name, sizes)
         cells = [change(*gain(rows, task, name, seeds)) for task in tasks]
-        if any(cells):
-            body.append([name, *cells])
+        if not all(cells):
+            continue
+        right = [more_right(rows, task, name, seeds) for task in tasks]
+        points = ", ".join(f"{value:+.2f}" for value in right if not math.isnan(value))
+        body.append([name, f"{len(seeds)}", *cells, points])
+    if body:
+        seeds = list(sizes.fresh) if fresh else seeds_of(rows, tasks, "plain", sizes)
+        best = [best_control(losses_of(rows, task, seeds)) for task in tasks]
+        body.insert(0, ["best control", "", *best, ""])
     return [head, *body]
 
 
@@ -400,19 +386,85 @@ def difference_table(rows: Sequence[Row]) -> list[list[str]]:
     return [head, *body]
 
 
+def known_kinds(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The kinds of tasks that have runs, and their tasks."""
+    done = {row["task"] for row in rows if row["kind"] == "tails"}
+    kinds = {kind: [task for task in tasks if task in done] for kind, tasks in KINDS.items()}
+    return {kind: tasks for kind, tasks in kinds.items() if tasks}
+
+
+def tables(rows: Sequence[Row], size: str) -> Tables:
+    sizes, made = SIZES[size], {}
+    for kind, tasks in known_kinds(rows).items():
+        made[word_of(kind)] = table(rows, tasks, sizes)
+        again = table(rows, tasks, sizes, fresh=True)
+        if len(again) > 1:
+            made[word_of(f"{kind}, fresh seeds")] = again
+    return {**made, "differences": difference_table(rows)}
+
+
+def headline(rows: Sequence[Row], size: str) -> Row:
+    """Of each recipe against the best control: over all tasks, then for each kind of tasks."""
+    kinds, found = known_kinds(rows), {}
+    for name in TRIED:
+        parts = {kind: summary(rows, name, tasks, SIZES[size]) for kind, tasks in kinds.items()}
+        parts = {kind: part for kind, part in parts.items() if part}
+        if len(parts) == len(kinds) and parts:
+            found[name] = joined(list(parts.values())) | parts
+    return found
+
+
+def summary(rows: Sequence[Row], name: str, tasks: Sequence[str], sizes: Sizes) -> Row:
+    """The mean gain of a recipe over tasks; nothing if it was not tried."""
+    seeds = seeds_of(rows, tasks, name, sizes)
+    if not seeds:
+        return {}
+    pairs = [gain(rows, task, name, seeds) for task in tasks]
+    found = {
+        "mean_gain_pct": fmean(mean for mean, _ in pairs),
+        "standard_error": math.hypot(*(error for _, error in pairs)) / len(pairs),
+        "tasks_won": won(rows, name, seeds, tasks),
+        "tasks": len(pairs),
+        "seeds": len(seeds),
+    }
+    fresh = list(sizes.fresh)
+    if fresh and all(name in losses_of(rows, task, fresh) for task in tasks):
+        found["tasks_won_again"] = won(rows, name, fresh, tasks)
+    return found
+
+
+def joined(parts: Sequence[Row]) -> Row:
+    """The same over the tasks of all kinds."""
+    tasks = sum(part["tasks"] for part in parts)
+    errors = [part["standard_error"] * part["tasks"] for part in parts]
+    return {
+        "mean_gain_pct": sum(part["mean_gain_pct"] * part["tasks"] for part in parts) / tasks,
+        "standard_error": math.hypot(*errors) / tasks,
+        "tasks_won": sum(part["tasks_won"] for part in parts),
+        "tasks": tasks,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> Path:
-    work = Work(arguments)
-    seeds, tasks = work.seeds, work.tasks
-    work.grids()
-    work.tails(seeds.first, TRIED)
-    left = [name for name in TRIED if not stopped(work.rows, name, seeds.first, tasks)]
-    work.tails(seeds.rest, left)
-    both = [*seeds.first, *seeds.rest]
-    winners = [name for name in left if won(work.rows, name, both, tasks) >= TASKS_TO_WIN]
-    work.tails(seeds.fresh, winners)
-    work.differences()
-    show(work.tables())
-    return work.path
+    question = (__doc__ or "").splitlines()[0]
+    options = parse(question, arguments, list(TASKS), devices=("cpu", "cuda"))
+    size = options.size
+
+    def parts(rows: Sequence[Row]) -> dict[str, Any]:
+        tried = [row["seeds"] for row in rows if row["kind"] == "tails"]
+        return {
+            "headline": headline(rows, size),
+            "settings": {"size": size, "rules": {"errors": ERRORS, "tasks": TASKS_TO_WIN}},
+            "seeds": sorted({seed for seeds in tried for seed in numbers_of(seeds)}),
+            "tables": tables(rows, size),
+        }
+
+    book = Book(path_of(PATH, options), partial(run, device=options.device), options, parts)
+    for tasks in KINDS.values():
+        if chosen := [task for task in tasks if task in options.only]:
+            Work(book, size, chosen).all()
+    book.summarise()
+    return book.path
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ each, so that all recipes and controls see the same data as often.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ FIRST_INTERVAL = 4
 """Steps between two averages where the quadratic rule begins."""
 SMOOTHING, DROPPED, DECADES = 0.1, 0.2, 1.0
 """The most that a member of the regularised tail smooths and drops, and how its decay differs."""
-NUM_REFRESHED = 30
+NUM_REFRESHED = 45
 """Batches that make the running statistics of BatchNorm anew for averaged weights."""
 SHARPNESS, DIRECTIONS = 0.02, 4
 """The length of a random step relative to the weights, and the number of steps."""
@@ -52,24 +52,32 @@ class Recipe:
     """Whether each pull keeps the members as far apart as the first one found them."""
     regularised: bool = False
     """Whether smoothing, dropped inputs and weight decay differ."""
+    share: float = SHARE
+    """Of the steps, at the end of the run; the quadratic rule begins by the learning rate."""
+    reach: float = 0.0
+    """Of a running mean of each member, one of `REACHES`; 0 takes the last weights."""
 
 
 RECIPES = {
     "soup": Recipe(),
-    "soup, 0.35 x LR": Recipe(lr=0.35),
+    "soup, last quarter": Recipe(share=0.25),
     "R1 quadratic rule": Recipe(quadratic_rule=True),
-    "R1 quadratic rule, 0.35 x LR": Recipe(quadratic_rule=True, lr=0.35),
+    "R1 quadratic rule, spread": Recipe(quadratic_rule=True, spread=0.5),
+    "R1 quadratic rule, EMA 15 %": Recipe(quadratic_rule=True, reach=0.15),
     "R2 divergent cool-down": Recipe(spread=0.5, own_shapes=True),
     "R3 divergent regularisers": Recipe(regularised=True, pull_every=10),
-    "R4 push and pull": Recipe(regularised=True, pull_every=10, push=True),
+    "R4 push and pull": Recipe(share=0.25, pull_every=10, push=True),
 }
+REACHES = {"EMA 1 %": 0.01, "EMA 5 %": 0.05, "EMA 15 %": 0.15}
+"""Running means of a plain run, and their reach as a share of the steps."""
 
 
 class Snapshot:
-    """Weights, buffers and optimizer states of all rows at one step."""
+    """Weights, their running means, buffers and optimizer states of all rows at one step."""
 
-    def __init__(self, fleet: Fleet, rule: Rule) -> None:
+    def __init__(self, fleet: Fleet, rule: Rule, means: Mapping[float, "RunningMean"]) -> None:
         self.weights = fleet.weights.clone()
+        self.means = {reach: mean.weights.clone() for reach, mean in means.items()}
         self.buffers = {name: buffer.clone() for name, buffer in fleet.buffers.items()}
         self.states = [state.clone() for state in rule.states()]
 
@@ -85,9 +93,9 @@ class Snapshot:
 class RunningMean:
     """An exponential mean of weights, with a reach in steps."""
 
-    def __init__(self, fleet: Fleet, reach: float) -> None:
+    def __init__(self, fleet: Fleet, reach: float, start: Tensor | None = None) -> None:
         self._fleet, self._by = fleet, 1 / max(reach, 1.0)
-        self.weights = fleet.weights.clone()
+        self.weights = fleet.weights.clone() if start is None else start
 
     def add(self) -> None:
         self.weights.lerp_(self._fleet.weights, self._by)
@@ -103,37 +111,42 @@ class Trunk:
         self.shape: Shape = shape("one cycle", bench.plan.steps, self._rule.cycles_momentum)
         self._batch = bench.task.batches(seeds)
         self.snapshots: dict[int, Snapshot] = {}
-        self.means: dict[str, RunningMean] = {}
+        self._first_buffers = {name: buffer.clone() for name, buffer in self.fleet.buffers.items()}
+        self._means = {
+            reach: RunningMean(self.fleet, reach * bench.plan.steps) for reach in REACHES.values()
+        }
         self._train()
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """The running means of the weights by name."""
+        return {name: self._means[reach].weights for name, reach in REACHES.items()}
 
     def begin_of(self, recipe: Recipe) -> int:
         """The step at which a tail begins."""
         steps, lrs = self.bench.plan.steps, self.shape.lrs
         if not recipe.quadratic_rule:
-            return round((1 - SHARE) * steps)
+            return round((1 - recipe.share) * steps)
         peak = max(range(steps), key=lrs.__getitem__)
         return next(step for step in range(peak, steps) if lrs[step] < QUARTER * lrs[peak])
 
     def batch(self, step: int) -> list[Tensor]:
         """The samples of every row at a step."""
-        return list(self._batch(torch.full((len(self.seeds),), step)))
+        return list(self._batch(torch.full((len(self.seeds),), step, device=self.fleet.device)))
 
     def _train(self) -> None:
         steps = self.bench.plan.steps
         begins = {self.begin_of(recipe) for recipe in RECIPES.values()}
         for step in range(steps):
             if step in begins:
-                self.snapshots[step] = Snapshot(self.fleet, self._rule)
-            if step == min(begins):
-                reaches = {"EMA 1 %": 0.01 * steps, "EMA 5 %": 0.05 * steps}
-                self.means = {n: RunningMean(self.fleet, reach) for n, reach in reaches.items()}
+                self.snapshots[step] = Snapshot(self.fleet, self._rule, self._means)
             self.fleet.losses(*self.batch(step))
-            lr = torch.full((len(self.seeds), 1), self.lr * self.shape.lrs[step])
+            lr = self.fleet.weights.new_full((len(self.seeds), 1), self.lr * self.shape.lrs[step])
             self._rule.step(
                 lr.expand(-1, len(self.bench.task.groups)),
                 torch.full_like(lr, self.shape.momenta[step]),
             )
-            for mean in self.means.values():
+            for mean in self._means.values():
                 mean.add()
 
     def refreshed(self, weights: Tensor) -> dict[str, Tensor]:
@@ -142,6 +155,8 @@ class Trunk:
         if fleet.buffers:
             kept = fleet.weights.clone()
             fleet.weights.copy_(weights)
+            for name, first in self._first_buffers.items():
+                fleet.buffers[name].copy_(first)
             for step in range(min(NUM_REFRESHED, self.bench.plan.steps)):
                 fleet.losses(*self.batch(step))
             fleet.weights.copy_(kept)
@@ -167,7 +182,7 @@ class Trunk:
         draw = torch.Generator().manual_seed(0)
         risen = torch.zeros_like(calm)
         for _ in range(DIRECTIONS):
-            way = torch.randn(weights.shape, generator=draw)
+            way = torch.randn(weights.shape, generator=draw).to(weights)
             way *= SHARPNESS * weights.norm(dim=1, keepdim=True) / way.norm(dim=1, keepdim=True)
             risen += torch.tensor(self.losses(weights + way)) - calm
         return (risen / DIRECTIONS).tolist()
@@ -183,10 +198,15 @@ class Tail:
         self._fleet = bench.fleet([seed for seed in trunk.seeds for _ in range(MEMBERS)])
         self._rule = bench.rule(self._fleet)
         trunk.snapshots[self._begin].write(self._fleet, self._rule, MEMBERS)
-        places = torch.arange(MEMBERS) / (MEMBERS - 1)
+        weights, self._mean = self._fleet.weights, None
+        if recipe.reach:
+            start = trunk.snapshots[self._begin].means[recipe.reach].repeat_interleave(MEMBERS, 0)
+            self._mean = RunningMean(self._fleet, recipe.reach * bench.plan.steps, start)
+        places = torch.arange(MEMBERS).to(weights) / (MEMBERS - 1)
         turns = torch.randperm(MEMBERS, generator=torch.Generator().manual_seed(1))
         self._multipliers = (1 + recipe.spread * (2 * places - 1)).repeat(num)[:, None]
-        self._powers = torch.tensor([(0.5, 1.0, 2.0)[r % 3] for r in range(MEMBERS)]).repeat(num)
+        powers = torch.tensor([(0.5, 1.0, 2.0)[r % 3] for r in range(MEMBERS)])
+        self._powers = powers.to(weights).repeat(num)
         self._smoothing = (SMOOTHING * places).repeat(num)
         self._dropped = (DROPPED * places[turns]).repeat(num)
         self._decay = 10 ** (DECADES * (2 * places[turns.flip(0)] - 1)).repeat(num)[:, None]
@@ -200,11 +220,14 @@ class Tail:
             self._rule.decay = 0.0
         for step in range(self._begin, self.trunk.bench.plan.steps):
             self._step(step)
-        return self.members.clone()
+        return self._of_seeds(self._mean.weights if self._mean else self._fleet.weights.clone())
 
     @property
     def members(self) -> Tensor:
-        return self._fleet.weights.view(len(self.trunk.seeds), MEMBERS, -1)
+        return self._of_seeds(self._fleet.weights)
+
+    def _of_seeds(self, rows: Tensor) -> Tensor:
+        return rows.view(len(self.trunk.seeds), MEMBERS, -1)
 
     def _step(self, step: int) -> None:
         batch = split(self.trunk.batch(step), MEMBERS)
@@ -218,7 +241,9 @@ class Tail:
         momenta = torch.full_like(lrs, self.trunk.shape.momenta[step])
         self._rule.step(lrs.expand(-1, groups), momenta)
         self._since += 1
-        self._meet(step)
+        self._average_or_pull(step)
+        if self._mean is not None:
+            self._mean.add()
 
     def _lrs(self, step: int) -> Tensor:
         trunk, recipe = self.trunk, self._recipe
@@ -236,7 +261,7 @@ class Tail:
         else:
             self._fleet.weights.mul_(1 - lrs * decay)
 
-    def _meet(self, step: int) -> None:
+    def _average_or_pull(self, step: int) -> None:
         """Average or pull, where the recipe says so."""
         recipe = self._recipe
         if recipe.quadratic_rule and self._since >= self._interval(step):
@@ -267,13 +292,13 @@ class Tail:
 def greedy_soup(trunk: Trunk, members: Tensor) -> Tensor:
     """For every seed: from the best member on, add those that raise no loss of the probe."""
     num, size = members.shape[:2]
-    scores = torch.tensor([trunk.scores(members[:, r]) for r in range(size)])
+    scores = torch.tensor([trunk.scores(members[:, r]) for r in range(size)]).to(members)
     order, rows = scores.argsort(0), torch.arange(num)
     best = scores.amin(0)
-    total, count = members[rows, order[0]].clone(), torch.ones(num, 1)
+    total, count = members[rows, order[0]].clone(), members.new_ones(num, 1)
     for place in range(1, size):
         tried = (total + members[rows, order[place]]) / (count + 1)
-        found = torch.tensor(trunk.scores(tried))
+        found = torch.tensor(trunk.scores(tried)).to(members)
         taken = found <= best
         best = torch.where(taken, found, best)
         total += taken[:, None] * members[rows, order[place]]
@@ -294,11 +319,13 @@ class Primal:
     """Gradients at a mean of the fast and the averaged weights, as generalised primal averaging.
 
     One worker, arXiv 2512.17131: y = m_y x + (1 - m_y) z, the optimizer moves z by the gradient at
-    y, and x = m_x x + (1 - m_x) z is evaluated.
+    y, and x = m_x x + (1 - m_x) z is evaluated. The reach of x, 1 / (1 - m_x), is a share of the
+    steps: these runs are far shorter than those of the paper.
     """
 
-    def __init__(self, fleet: Fleet, rule: Rule, slow: float, mixed: float = 0.9) -> None:
-        self._fleet, self._rule, self._slow, self._mixed = fleet, rule, slow, mixed
+    def __init__(self, fleet: Fleet, rule: Rule, reach: float, mixed: float = 0.9) -> None:
+        self._fleet, self._rule, self._mixed = fleet, rule, mixed
+        self._slow = 1 - 1 / max(reach, 1.0)
         self.average, self._fast = fleet.weights.clone(), fleet.weights.clone()
 
     def step(self, lrs: Tensor, momenta: Tensor) -> None:
@@ -333,13 +360,13 @@ class Plain:
         self._rule.step(lrs, momenta)
 
 
-WHOLE: dict[str, tuple[Callable[[Fleet, Rule], Any], str]] = {
-    "plain": (Plain, "one cycle"),
-    "GPA, one worker, 0.99": (lambda fleet, rule: Primal(fleet, rule, 0.99), "one cycle"),
-    "GPA, one worker, 0.997": (lambda fleet, rule: Primal(fleet, rule, 0.997), "one cycle"),
-    "R5 anytime average": (Anytime, "warm-up"),
+WHOLE: dict[str, tuple[Callable[[Fleet, Rule, int], Any], str]] = {
+    "plain": (lambda fleet, rule, steps: Plain(fleet, rule), "one cycle"),
+    "GPA, 1 %": (lambda fleet, rule, steps: Primal(fleet, rule, 0.01 * steps), "one cycle"),
+    "GPA, 5 %": (lambda fleet, rule, steps: Primal(fleet, rule, 0.05 * steps), "one cycle"),
+    "R5 anytime average": (lambda fleet, rule, steps: Anytime(fleet, rule), "warm-up"),
 }
-"""How a whole run is trained, and its schedule."""
+"""How a whole run is trained, (fleet, rule, steps) -> what moves the weights, and its schedule."""
 
 
 def whole(bench: Bench, name: str, lrs: Sequence[float], seeds: Sequence[int]) -> list[Any]:
@@ -347,12 +374,14 @@ def whole(bench: Bench, name: str, lrs: Sequence[float], seeds: Sequence[int]) -
     make, wave = WHOLE[name]
     fleet = bench.fleet(seeds)
     rule = bench.rule(fleet)
-    mover, course = make(fleet, rule), shape(wave, bench.plan.steps, rule.cycles_momentum)
-    batch, rows = bench.task.batches(seeds), torch.zeros(len(seeds), dtype=torch.long)
-    peaks = torch.tensor(lrs)[:, None].expand(-1, len(bench.task.groups))
+    mover = make(fleet, rule, bench.plan.steps)
+    course = shape(wave, bench.plan.steps, rule.cycles_momentum)
+    batch = bench.task.batches(seeds)
+    rows = torch.zeros(len(seeds), dtype=torch.long, device=fleet.device)
+    peaks = torch.tensor(lrs).to(fleet.weights)[:, None].expand(-1, len(bench.task.groups))
     for step in range(bench.plan.steps):
         fleet.losses(*batch(rows + step))
-        momenta = torch.full((len(seeds), 1), course.momenta[step])
+        momenta = fleet.weights.new_full((len(seeds), 1), course.momenta[step])
         mover.step(peaks * course.lrs[step], momenta)
     fleet.weights.copy_(mover.average)
     for step in range(min(NUM_REFRESHED, bench.plan.steps) if fleet.buffers else 0):

@@ -93,9 +93,10 @@ def language(
     *,
     text: str = "corpus",
     start: dict[str, Tensor] | None = None,
+    most: int | None = None,
 ) -> Task:
-    """The next byte of a text; from a checkpoint if there is one to start from."""
-    tokens, size = _tokens(text, folder, device), plan.size
+    """The next byte of a text, or of its first `most` bytes; from a checkpoint if there is one."""
+    tokens, size = _tokens(text, folder, device)[:most], plan.size
     cut = int(0.9 * len(tokens))
     middle = (cut + len(tokens)) // 2
     reach = torch.arange(size.context + 1, device=device)

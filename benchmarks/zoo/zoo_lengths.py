@@ -13,7 +13,6 @@ import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from benchmarks.result_file import RESULTS, read_result, write_result
 from benchmarks.zoo.runs import run_alone, run_stacked
 from benchmarks.zoo.small.catalogue import SETTING, TASKS
 from benchmarks.zoo.small.curve import best_lr, finite
-from benchmarks.zoo.small.task import Batch, Batches, SmallTask
+from benchmarks.zoo.small.task import with_steps
 from benchmarks.zoo.small.train import train
 
 PATH = RESULTS / "zoo_lengths.json"
@@ -42,23 +41,6 @@ class Job(NamedTuple):
     """0: a plain run."""
     steps: int
     start: float
-
-
-def with_steps(task: SmallTask, steps: int) -> SmallTask:
-    """The same task with a longer or shorter run; a longer one goes through the data anew."""
-
-    def batches(seed: int) -> Batches:
-        parts: dict[int, Batches] = {}
-
-        def at(step: int) -> Batch:
-            part, place = divmod(step, task.steps)
-            if part not in parts:
-                parts[part] = task.batches(seed + 1000 * part)
-            return parts[part](place)
-
-        return at
-
-    return replace(task, steps=steps, batches=batches)
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -36,7 +36,10 @@ def test_result_with_rows_of_another_commit_has_a_note(
     results = written(tmp_path / "a.json", kept=kept)
     assert results["commit_note"] == result_file.SEVERAL
     assert results["device"].split("; ")[:2] == ["NVIDIA H200", "cpu"]
-    same = written(tmp_path / "a.json", kept={**results, "commit": results["commit"]})
+    again = written(tmp_path / "a.json", kept=results)
+    assert again["commit_note"] == result_file.SEVERAL, "its first rows are still older"
+    assert again["device"] == results["device"]
+    same = written(tmp_path / "a.json", kept={"commit": results["commit"], "device": "cpu"})
     assert "commit_note" not in same
 
 

@@ -10,6 +10,7 @@ from benchmarks.zoo import peers, winner_takes_all, zoo, zoo_fit, zoo_lengths, z
 from benchmarks.zoo.runs import run_alone, run_stacked
 from benchmarks.zoo.small.catalogue import REPORTING, TASKS
 from benchmarks.zoo.small.curve import best_lr, curve_rows
+from benchmarks.zoo.small.task import with_steps
 from benchmarks.zoo.usual_lr import mean_share, usual_lr
 from benchmarks.zoo.zoo_headline import headline, reference, regrets
 from hdet.lr_search import constants, evidence
@@ -137,7 +138,7 @@ def test_sign_test_takes_the_median_over_starts() -> None:
 
 def test_longer_run_goes_through_the_data_anew() -> None:
     task = TASKS[DIGITS]
-    longer = zoo_lengths.with_steps(task, 2 * task.steps).batches(0)
+    longer = with_steps(task, 2 * task.steps).batches(0)
     assert torch.equal(longer(1)[0], task.batches(0)(1)[0])
     assert torch.equal(longer(task.steps + 1)[0], task.batches(1000)(1)[0])
 

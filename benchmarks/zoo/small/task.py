@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -101,6 +101,23 @@ def make_task(
         validate=validate,
         make_optimizer=rule.make,
     )
+
+
+def with_steps(task: SmallTask, steps: int) -> SmallTask:
+    """The same task with a longer or shorter run; a longer one goes through the data anew."""
+
+    def batches(seed: int) -> Batches:
+        parts: dict[int, Batches] = {}
+
+        def at(step: int) -> Batch:
+            part, place = divmod(step, task.steps)
+            if part not in parts:
+                parts[part] = task.batches(seed + 1000 * part)
+            return parts[part](place)
+
+        return at
+
+    return replace(task, steps=steps, batches=batches)
 
 
 @contextmanager
