@@ -32,6 +32,8 @@ CONTROLLERS = ("paper", "paper, by a probe", "tracker")
 LENGTHS = {"short": (1, SYNC_EVERY), "long": (3, 7)}
 """Epochs, and steps of a cycle."""
 RATIOS = {"short": (1, 9), "long": (1,)}
+MOST_CYCLES = 64
+"""Of a run, whose learning rates its row keeps."""
 HANDED_OVER, LEFT = 0.3, 0.05
 """The share of the run before the controller takes over, and that of the peak that still counts."""
 SEEDS = {"full": range(20), "quick": range(2), "smoke": range(1)}
@@ -77,7 +79,14 @@ def run(job: Job, *, folder: str | None) -> Row:
         return hdet.HDET(base, **options, **common)
 
     found = train_replicas(ranking, schedule, lr, seed, low, NOISE if is_paper else 0.0)
-    return found.row | {"group_lrs": found.group_lrs}
+    lrs = {name: thinned(course) for name, course in found.group_lrs.items()}
+    return found.row | {"cycles": len(found.events.of("cycle")), "group_lrs": lrs}
+
+
+def thinned(course: Sequence[float]) -> list[float]:
+    """At most so many values, at equal distances from the last one on."""
+    step = max(math.ceil(len(course) / MOST_CYCLES), 1)
+    return list(course[::-step])[::-1]
 
 
 def places(row: Row) -> dict[str, float]:
@@ -140,7 +149,7 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
             [
                 task,
                 name,
-                f"{len(own[0]['group_lrs'][GROUPS[0]])}",
+                f"{own[0]['cycles']}",
                 f"{ratio}",
                 f"{count} of {len(own)}",
                 f"{chance_of(count, len(own)):.3f}",

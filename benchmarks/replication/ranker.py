@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -29,8 +30,8 @@ EARLIER = 0.3
 """The share of the training data that the checkpoint sees."""
 SMOKE_STEPS = {"smoke": 40, "smoke with a scout": 144}
 """Of the tests. A scout of eight replicas needs 100 steps after those of the checkpoint."""
-LAST_PART = 0.1
-"""Of a run, whose training losses are averaged."""
+LAST_PART, NUM_PARTS = 0.1, 20
+"""Of a run, whose training losses are averaged; and the equal parts of the curve of losses."""
 NOTHING = {"loss": math.nan, "auc": 0.5, "normalised_entropy": math.nan}
 """The measures of a model whose weights are not finite."""
 CHANCE_NE = 0.995
@@ -52,6 +53,8 @@ class Row:
     auto_lr: bool = True
     step_size: float = STEP_SIZE
     """Of the controller, lambda in the paper."""
+    noise: float = NOISE
+    """Of the replicas of a warm row."""
     share: float = 1.0
     """What the learning rate is multiplied by."""
 
@@ -66,6 +69,7 @@ ROWS = {
     "control: Low from the checkpoint": Row(is_high=False, is_warm=True, is_plain=True),
     "control: HDET at Low": Row(is_high=False, is_warm=True),
     "control: decay alone at Low": Row(is_high=False, is_warm=True, step_size=1e-12),
+    "control: HDET at Low without noise": Row(is_high=False, is_warm=True, noise=0.0),
     "control: a ninth of Low": Row(is_high=False, is_plain=True, share=1 / 9),
 }
 LOW_ROWS = [name for name, row in ROWS.items() if not row.is_high]
@@ -184,7 +188,7 @@ def train(ranking: Ranking, name: str, lr: float, low: float, seed: int) -> dict
             **replicas,
         )
 
-    noise = NOISE if row.is_warm else 0.0
+    noise = row.noise if row.is_warm else 0.0
     found = train_replicas(ranking, schedule, lr, seed, low if row.is_warm else None, noise)
     course = {"group_lrs": found.group_lrs} if row.auto_lr else {}
     return found.row | course
@@ -268,8 +272,11 @@ def _row(
 ) -> dict[str, Any]:
     num_last = max(int(LAST_PART * ranking.steps), 1)
     ended = len(losses) == ranking.steps and all(map(math.isfinite, losses[-num_last:]))
+    bounds = [part * ranking.steps // NUM_PARTS for part in range(NUM_PARTS + 1)]
+    parts = [losses[first:last] for first, last in pairwise(bounds)]
     return {
         "train_loss": fmean(losses[-num_last:]) if ended else math.nan,
+        "curve": [float(f"{fmean(part):.4g}") if part else math.nan for part in parts],
         **{f"validation_{key}": value for key, value in measures.items()},
         "is_crashed": not measures["normalised_entropy"] < CHANCE_NE,
     }

@@ -10,9 +10,9 @@ kept as they end; the same command goes on from there.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -22,6 +22,7 @@ from benchmarks.replication.ranker import (
     HIGH_ROWS,
     LOW_ROWS,
     NOISE,
+    NUM_PARTS,
     NUM_REPLICAS,
     ROWS,
     SPREAD,
@@ -55,6 +56,8 @@ EFFECTS = {
 """A part of the method, and the rows with and without it."""
 EFFECTS_RATIO = 3
 """Where no row crashes."""
+LEARNT = 0.9
+"""A training loss below this share of the entropy of the labels has learnt something."""
 MEASURES = {
     "train_loss": "Training loss",
     "validation_loss": "Validation loss",
@@ -157,6 +160,10 @@ def headline(rows: Sequence[Row], tasks: Sequence[str]) -> Row:
                 name: sum(run["is_crashed"] for run in of(rows, task, name, ratio).values())
                 for name in HIGH_ROWS
             }
+            found[f"{before}crashed_after"] = {
+                name: crash_place(of(rows, task, name, ratio).values())
+                for name in ("Baseline-High", "Warm-Init")
+            }
             found[f"{before}seeds"] = len(full)
             found[f"{before}better_auc"] = better_auc(full, low)
             found[f"{before}better_auc_than_low_plus_checkpoint"] = better_auc(full, control)
@@ -184,6 +191,7 @@ def effects(rows: Sequence[Row], tasks: Sequence[str]) -> Row:
 AT_LOW = {
     "hdet_at_low_vs_checkpoint": ("control: HDET at Low", "control: Low from the checkpoint"),
     "hdet_at_low_vs_decay_alone": ("control: HDET at Low", "control: decay alone at Low"),
+    "noise_vs_none": ("control: HDET at Low", "control: HDET at Low without noise"),
     "ninth_of_low_vs_low": ("control: a ninth of Low", "Baseline-Low"),
     "checkpoint_vs_low": ("control: Low from the checkpoint", "Baseline-Low"),
 }
@@ -209,6 +217,20 @@ def lines(rows: Sequence[Row], task: str, ratio: int) -> list[list[Row]]:
 def has_crashed(runs: Sequence[Row]) -> bool:
     """Whether at least half of the runs have learnt nothing."""
     return bool(runs) and 2 * sum(run["is_crashed"] for run in runs) >= len(runs)
+
+
+def crash_place(runs: Iterable[Row]) -> float:
+    """The share of the run after which the training loss is that of the label shares.
+
+    The median of the runs that crashed; nan if none did.
+    """
+    places = []
+    for run in runs:
+        if run["is_crashed"] and run["validation_normalised_entropy"]:
+            entropy = run["validation_loss"] / run["validation_normalised_entropy"]
+            learnt = [finite(loss) < LEARNT * entropy for loss in run["curve"]]
+            places.append(max((at + 1 for at, yes in enumerate(learnt) if yes), default=0))
+    return median(places) / NUM_PARTS if places else math.nan
 
 
 def table(rows: Sequence[Row], task: str) -> list[list[str]]:

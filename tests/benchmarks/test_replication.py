@@ -115,6 +115,28 @@ def chi_squared_above(value: float) -> float:
     return float(torch.special.gammaincc(*map(torch.tensor, (1.5, value / 2))))
 
 
+def test_course_of_learning_rates_keeps_its_last_value() -> None:
+    assert groups.thinned([1.0, 2.0]) == [1.0, 2.0]
+    course = groups.thinned([float(value) for value in range(300)])
+    assert len(course) == 60
+    assert course[-2:] == [294, 299]
+    assert groups.thinned([]) == []
+
+
+def crashed(curve: Sequence[float | None], *, is_crashed: bool = True) -> dict[str, object]:
+    measures = {"validation_loss": 2.0, "validation_normalised_entropy": 1.0}
+    return {"is_crashed": is_crashed, "curve": curve, **measures}
+
+
+def test_run_crashes_where_its_training_loss_is_that_of_the_label_shares_for_good() -> None:
+    parts = table1.NUM_PARTS
+    late = crashed([2.0, *[1.0] * 9, *[2.0] * (parts - 10)])
+    never_learnt, lost = crashed([2.0] * parts), crashed([1.0] * 4 + [None] * (parts - 4))
+    assert table1.crash_place([late]) == 10 / parts
+    assert table1.crash_place([late, never_learnt, lost]) == 4 / parts
+    assert math.isnan(table1.crash_place([crashed([1.0] * parts, is_crashed=False)]))
+
+
 def test_stability_has_a_line_for_each_way_and_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
