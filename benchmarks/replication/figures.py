@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.replication import groups, stability, tail
+from benchmarks.replication import groups, stability, table1, tail
 from benchmarks.replication.jobs import Row
 from benchmarks.replication.script import finite
 from benchmarks.replication.tail_tasks import KINDS
@@ -93,7 +93,44 @@ def page(panels: Sequence[str], legend: Sequence[tuple[str, str]], columns: int 
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+# Losses over a run ------------------------------------------------------------------------------
+
+LOSS_ROWS = ("Baseline-Low", "Baseline-High", "Warm-Init", "HDET without auto-LR", "HDET")
+LOSS_RATIOS = (3, 9)
+
+
+def losses_over_steps(rows: Sequence[Row]) -> str:
+    """The training loss of rows of the table over a run: the median of the seeds."""
+    colours = dict(zip(LOSS_ROWS, COLOURS, strict=False))
+    panels = []
+    for ratio, task in product(LOSS_RATIOS, dict.fromkeys(row["task"] for row in rows)):
+        lines = [
+            Line(colour, loss_course(list(table1.of(rows, task, name, ratio).values())))
+            for name, colour in colours.items()
+        ]
+        values = [loss for line in lines for _, loss in line.points]
+        low, high = min(values), max(values)
+        across = Axis(lambda share: share, [(0, "start"), (0.5, "half of the run"), (1, "end")])
+        up = Axis(partial(share_between, low, high), [(v, f"{v:.2f}") for v in (low, high)])
+        panels.append(panel(f"{task}: {ratio} x the best learning rate", across, up, lines))
+    return page(panels, [(colour, name) for name, colour in colours.items()])
+
+
+def loss_course(runs: Sequence[Row]) -> list[tuple[float, float]]:
+    """The middle of each part of the runs, and the median loss there."""
+    num = len(runs[0]["curve"])
+    parts = [[finite(run["curve"][part]) for run in runs] for part in range(num)]
+    return [((part + 0.5) / num, median(losses)) for part, losses in enumerate(parts)]
+
+
+def share_between(low: float, high: float, value: float) -> float:
+    return (min(value, high) - low) / (high - low)
+
+
 # Who survives ---------------------------------------------------------------------------------
+
+
+STARTS = {"nothing": "nothing", "checkpoint": "a checkpoint"}
 
 
 def regret_axis() -> Axis:
@@ -129,7 +166,7 @@ def survival(rows: Sequence[Row]) -> str:
                 ]
                 points.append((float(ratio), median(seen)))
             lines.append(Line(colour, points))
-        panels.append(panel(f"from {start}", across, regret_axis(), lines))
+        panels.append(panel(f"from {STARTS[start]}", across, regret_axis(), lines))
     return page(panels, [(colour, way) for way, colour in colours.items()])
 
 
@@ -225,6 +262,7 @@ def mark(
 
 
 FIGURES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "table1": losses_over_steps,
     "stability": survival,
     "groups": group_lrs,
     "tail": tail_gains,

@@ -26,7 +26,7 @@ from benchmarks.learning_rate import (
     wrong,
 )
 from benchmarks.learning_rate.names import TASK_WORDS
-from benchmarks.replication import table1
+from benchmarks.replication import stability, table1
 from benchmarks.result_file import RESULTS, flat, plain_json, read_result
 from benchmarks.systems import (
     converge,
@@ -108,6 +108,7 @@ HEADLINES: dict[str, Callable[[Result], dict[str, Any]]] = {
     "explosion": lambda results: explosion.headline(results["cases"]),
     "groups": of_groups,
     "replication_table1": lambda results: table1.headline(results["rows"], ["feed", "census"]),
+    "replication_stability": lambda results: stability.headline(results["rows"]),
     "integrations": lambda results: integrations.headline(results["rows"]),
     "held_out_ddp": lambda results: held_out_ddp.headline(results["rows"]),
     "hosts": lambda results: hosts.headline(results["cases"]),

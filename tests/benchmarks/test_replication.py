@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from benchmarks.replication import (
     conditions,
     direction_runs,
     directions,
+    figures,
     groups,
     quadratics,
     review,
@@ -287,3 +289,10 @@ def test_conditions_have_a_line_for_each_batch_and_number_of_epochs(
     made = json.loads(out.read_text())
     assert [line[:2] for line in made["tables"]["loss"][1:]] == [["16", "1"]]
     assert {"batch_16_epochs_1_r1_quadratic_rule_gain_pct"} <= set(made["headline"])
+
+
+@pytest.mark.parametrize("name", ["table1", "stability"])
+def test_figure_of_the_docs_is_that_of_its_result_file(name: str) -> None:
+    drawn = figures.figure_of(name)
+    ElementTree.fromstring(drawn)
+    assert figures.path_of(name).read_text() == drawn
