@@ -188,7 +188,7 @@ def group_lrs(rows: Sequence[Row]) -> str:
         across = Axis(partial(share_of, num - 1), [(0, "first cycle"), (num - 1, "last")])
         lines = [Line(c, *course(own, group, num)) for group, c in colours.items()]
         panels.append(panel(f"{task}: {name}", across, share_axis(), lines))
-    return page(panels, [(colour, group) for group, colour in colours.items()], columns=3)
+    return page(panels, [(colour, group) for group, colour in colours.items()], columns=4)
 
 
 def share_of(whole: float, value: float) -> float:

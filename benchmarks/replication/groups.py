@@ -23,12 +23,26 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from benchmarks.replication.jobs import Row
-from benchmarks.replication.ranker import NOISE, SYNC_EVERY, Replicas, load, train_replicas
+from benchmarks.replication.ranker import (
+    NOISE,
+    SYNC_EVERY,
+    TEMPERATURE_OF_CODE,
+    Replicas,
+    load,
+    train_replicas,
+)
 from benchmarks.replication.script import Job, Script
 from benchmarks.result_file import RESULTS
 from benchmarks.zoo.tasks import GROUPS
 
-CONTROLLERS = ("paper", "paper, by a probe", "tracker")
+CONTROLLERS: dict[str, dict[str, float]] = {
+    "paper": {},
+    "paper, temperature of its code": {"temperature": TEMPERATURE_OF_CODE},
+    "paper, by a probe": {},
+    "tracker": {},
+}
+"""What is set of the controller."""
+BY_LOSSES = ("paper", "paper, temperature of its code")
 LENGTHS = {"short": (1, SYNC_EVERY), "long": (3, 7)}
 """Epochs, and steps of a cycle."""
 RATIOS = {"short": (1, 9), "long": (1,)}
@@ -43,7 +57,7 @@ CHANCE = 1 / 12
 
 
 def jobs(size: str, low: Mapping[str, float]) -> list[Job]:
-    names = CONTROLLERS if size != "smoke" else CONTROLLERS[::2]
+    names = list(CONTROLLERS) if size != "smoke" else ["paper", "tracker"]
     lengths = [length for length in LENGTHS if size != "smoke" or length == "short"]
     return [
         {"task": task, "size": size, "controller": name, "epochs": epochs, "every": every}
@@ -65,7 +79,8 @@ def run(job: Job, *, folder: str | None) -> Row:
 
     def schedule(replicas: Replicas, optimizer: Any) -> hdet.HDET:
         common: dict[str, Any] = {"sync_every": ranking.sync_every, "seed": seed, **replicas}
-        if job["controller"] != "paper":
+        common |= CONTROLLERS[job["controller"]]
+        if job["controller"] not in BY_LOSSES:
             common["probe"] = ranking.task.probe
         if is_paper:
             return hdet.OneCycleHDET(optimizer, max_lr=lr, total_steps=ranking.steps, **common)

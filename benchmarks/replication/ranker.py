@@ -25,7 +25,8 @@ from hdet.replicas.stacked.vmap_compat import safe_attention
 
 NUM_REPLICAS, SPREAD, NOISE, SYNC_EVERY = 8, 1 / 9, 0.01, 20
 """The paper's, but for the length of a cycle: its 1000 steps are longer than a run here."""
-STEP_SIZE = 0.5
+STEP_SIZE, TEMPERATURE, TEMPERATURE_OF_CODE = 0.5, 0.1, 0.002
+"""The paper's; its published code has another temperature."""
 EARLIER = 0.3
 """The share of the training data that the checkpoint sees."""
 SMOKE_STEPS = {"smoke": 40, "smoke with a scout": 144}
@@ -53,6 +54,8 @@ class Row:
     auto_lr: bool = True
     step_size: float = STEP_SIZE
     """Of the controller, lambda in the paper."""
+    temperature: float = TEMPERATURE
+    """Of the controller, sigma in the paper."""
     noise: float = NOISE
     """Of the replicas of a warm row."""
     share: float = 1.0
@@ -69,6 +72,9 @@ ROWS = {
     "control: Low from the checkpoint": Row(is_high=False, is_warm=True, is_plain=True),
     "control: HDET at Low": Row(is_high=False, is_warm=True),
     "control: decay alone at Low": Row(is_high=False, is_warm=True, step_size=1e-12),
+    "control: HDET at Low, temperature of its code": Row(
+        is_high=False, is_warm=True, temperature=TEMPERATURE_OF_CODE
+    ),
     "control: HDET at Low without noise": Row(is_high=False, is_warm=True, noise=0.0),
     "control: a ninth of Low": Row(is_high=False, is_plain=True, share=1 / 9),
 }
@@ -184,6 +190,7 @@ def train(ranking: Ranking, name: str, lr: float, low: float, seed: int) -> dict
             sync_every=ranking.sync_every if row.averages else ranking.steps,
             auto_lr=row.auto_lr,
             step_size=row.step_size,
+            temperature=row.temperature,
             seed=seed,
             **replicas,
         )

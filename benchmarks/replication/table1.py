@@ -191,6 +191,10 @@ def effects(rows: Sequence[Row], tasks: Sequence[str]) -> Row:
 AT_LOW = {
     "hdet_at_low_vs_checkpoint": ("control: HDET at Low", "control: Low from the checkpoint"),
     "hdet_at_low_vs_decay_alone": ("control: HDET at Low", "control: decay alone at Low"),
+    "hdet_at_low_with_temperature_of_code_vs_decay_alone": (
+        "control: HDET at Low, temperature of its code",
+        "control: decay alone at Low",
+    ),
     "noise_vs_none": ("control: HDET at Low", "control: HDET at Low without noise"),
     "ninth_of_low_vs_low": ("control: a ninth of Low", "Baseline-Low"),
     "checkpoint_vs_low": ("control: Low from the checkpoint", "Baseline-Low"),

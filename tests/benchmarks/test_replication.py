@@ -23,7 +23,7 @@ from benchmarks.replication import (
     tail,
 )
 from benchmarks.replication.jobs import work_through
-from benchmarks.replication.ranker import ROWS
+from benchmarks.replication.ranker import NUM_PARTS, ROWS
 from benchmarks.replication.tail_tasks import KINDS, calibration
 from benchmarks.result_file import plain_json
 from benchmarks.zoo.tasks import GROUPS
@@ -131,7 +131,7 @@ def crashed(curve: Sequence[float | None], *, is_crashed: bool = True) -> dict[s
 
 
 def test_run_crashes_where_its_training_loss_is_that_of_the_label_shares_for_good() -> None:
-    parts = table1.NUM_PARTS
+    parts = NUM_PARTS
     late = crashed([2.0, *[1.0] * 9, *[2.0] * (parts - 10)])
     never_learnt, lost = crashed([2.0] * parts), crashed([1.0] * 4 + [None] * (parts - 4))
     assert table1.crash_place([late]) == 10 / parts
